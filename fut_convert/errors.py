@@ -1,0 +1,29 @@
+"""The exceptions that `fut_convert` raises for a user's mistake, a broken file or an unsupported model."""
+
+from __future__ import annotations
+
+from fut_runtime.errors import FutError
+
+
+class ConvertError(FutError):
+    """Base of every error this package raises on purpose; command-line programs print it without a traceback."""
+
+
+class UnsupportedModelError(ConvertError):
+    """The checkpoint is well formed, but its architecture or one of its settings cannot be converted."""
+
+
+class CheckpointError(ConvertError):
+    """A checkpoint is incomplete, damaged, unsafe to read, or contradicts its own config."""
+
+
+class HubError(ConvertError):
+    """A model could not be fetched from the Hub: unknown, gated, offline or out of reach."""
+
+
+class RecipeError(ConvertError):
+    """A recipe or an option is unknown, of the wrong type, or contradicts another."""
+
+
+class PreflightError(ConvertError):
+    """The plan shows that the conversion cannot succeed: problems in the checkpoint, too little disk or memory."""
