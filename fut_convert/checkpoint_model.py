@@ -1,0 +1,91 @@
+"""A checkpoint's own weights as reference layers: for calibration, and as the baseline of accuracy figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fut_runtime.artifact.manifest import KVCacheSpec
+from fut_runtime.artifact.spec import ModelSpec
+from fut_runtime.reference.layer import LayerWeights
+from fut_runtime.reference.model import ReferenceModel
+from fut_runtime.reference.numerics import FP32, Numerics
+from fut_runtime.reference.projection import Projection
+
+#: Checkpoint projections that each module stacks, in natural row order, under `model.layers.{i}.`.
+MODULE_PARTS: dict[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+#: RMSNorm whose gain the module's input carries.
+MODULE_NORM: dict[str, str] = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
+
+Load = Callable[[str], Tensor]
+
+
+class Checkpoint(Protocol):
+    """What this module needs of a source."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def load(self, name: str) -> Tensor: ...
+
+
+def module_weight(load: Load, layer: int, module: str) -> Tensor:
+    """Stacked weight [out, in] of a module in the checkpoint's dtype, natural row order."""
+    parts = [load(f"model.layers.{layer}.{part}.weight") for part in MODULE_PARTS[module]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def module_bias(load: Load, layer: int, module: str) -> Tensor:
+    """Stacked bias FP32 [out] of a module."""
+    return torch.cat([load(f"model.layers.{layer}.{part}.bias").float() for part in MODULE_PARTS[module]])
+
+
+def module_gain(load: Load, layer: int, module: str) -> Tensor | None:
+    """RMSNorm gain FP32 [in] before a module, or None where no norm precedes it."""
+    norm = MODULE_NORM.get(module)
+    return None if norm is None else load(f"model.layers.{layer}.{norm}.weight").float()
+
+
+def layer_from_checkpoint(
+    spec: ModelSpec, load: Load, layer: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> LayerWeights:
+    """One layer with the checkpoint's weights in `dtype` and the gains applied at run time."""
+    projections: dict[str, Projection] = {}
+    for module in MODULE_PARTS:
+        gain = module_gain(load, layer, module)
+        projections[module] = Projection(
+            weight=module_weight(load, layer, module).to(device=device, dtype=dtype),
+            gain=None if gain is None else gain.to(device),
+            bias=module_bias(load, layer, module).to(device) if spec.module_bias(module) else None,
+        )
+    norms: list[Tensor | None] = [None, None]
+    if spec.qk_norm:
+        norms = [load(f"model.layers.{layer}.self_attn.{n}_norm.weight").float().to(device) for n in ("q", "k")]
+    return LayerWeights(projections, q_norm=norms[0], k_norm=norms[1])
+
+
+def model_from_checkpoint(
+    source: Checkpoint, *, device: torch.device | str = "cpu", numerics: Numerics = FP32
+) -> ReferenceModel:
+    """The whole checkpoint as a reference model: its weights, a 16-bit cache, no quantisation anywhere."""
+    spec, load = source.spec, source.load
+    layers = [layer_from_checkpoint(spec, load, i, device=device, dtype=numerics.dtype) for i in range(spec.num_layers)]
+    embed = load("model.embed_tokens.weight").to(device)
+    head = embed if spec.tie_word_embeddings else load("lm_head.weight").to(device)
+    return ReferenceModel(
+        spec=spec,
+        embed=embed,
+        prefill=layers,
+        decode=layers,
+        head=Projection(head.to(numerics.dtype), gain=load("model.norm.weight").float().to(device)),
+        kv_cache=KVCacheSpec(bits=16, rotation=False, zero_point=False),
+        numerics=numerics,
+    )

@@ -1,0 +1,183 @@
+"""`fut_config.json`: the manifest of an artifact, as dataclasses with strict reading and stable writing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fut_runtime.artifact.spec import MODULES, ModelSpec, _known_keys
+from fut_runtime.errors import ArtifactError
+
+FORMAT_NAME = "futransformer"
+FORMAT_VERSION = 1
+
+#: Weight formats a module may be stored in. One module may carry several: E4M3 for prefill, INT4 for decode.
+WEIGHT_FORMATS: tuple[str, ...] = ("e4m3", "int4", "bf16")
+GAINS: tuple[str, ...] = ("folded", "runtime", "none")
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How one weight matrix is stored in one format.
+
+    Attributes:
+        format: one of WEIGHT_FORMATS.
+        shape: true (out, in) shape.
+        padded_shape: stored shape; what lies beyond `shape` is zero (INT4: code 8).
+        row_order: name of the order of the output rows, see `rows.py`.
+        gain: `folded` when the preceding RMSNorm's gain is in the weights, `runtime` when the activation is
+            multiplied by it, `none` where no RMSNorm precedes.
+        group_size: INT4 only: weights along the input dimension that share one scale.
+        scale_dtype: storage type of the scales (`float32` for E4M3, `bfloat16` or `float16` for INT4).
+        nibble_order: INT4 only: name and version of the fragment order, see `fragment.py`.
+        scale_order: INT4 only: name and version of the order of the scales.
+        method: how the codes were chosen (`rtn`, later `gptq`, `repacked`).
+        scale_method: how the scales were chosen.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    padded_shape: tuple[int, int]
+    row_order: str
+    gain: str
+    group_size: int | None = None
+    scale_dtype: str | None = None
+    nibble_order: str | None = None
+    scale_order: str | None = None
+    method: str | None = None
+    scale_method: str | None = None
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Decode cache: `bits` 4 with `rotation` and `zero_point`, or 16 for a BF16 cache."""
+
+    bits: int = 4
+    rotation: bool = True
+    zero_point: bool = True
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Initial E4M3 activation scales: s = margin * amax / 448, `calibrated` or a conservative constant."""
+
+    calibrated: bool
+    margin: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of `fut_config.json`.
+
+    `weights` maps `layers.{i}.{module}` and `head` to the formats stored for it. A tied BF16 head has no entry.
+    `source` and `calibration` record where model and calibration text came from; `recipe` is the resolved recipe;
+    `tools` the versions that made the artifact. None of them holds a time or a path, so sealed files are reproducible.
+    """
+
+    model: ModelSpec
+    weights: dict[str, dict[str, WeightSpec]]
+    kv_cache: KVCacheSpec
+    activation: ActivationSpec
+    head: str
+    source: dict[str, Any]
+    recipe: dict[str, Any]
+    tools: dict[str, str]
+    calibration: dict[str, Any] | None = None
+    side_files: tuple[str, ...] = ()
+    format_version: int = field(default=FORMAT_VERSION)
+
+    def to_json(self) -> str:
+        """Canonical text: keys sorted, two-space indent, newline at the end."""
+        data = asdict(self)
+        data["model"] = self.model.to_dict()
+        data["weights"] = {
+            name: {fmt: {k: v for k, v in asdict(spec).items() if v is not None} for fmt, spec in formats.items()}
+            for name, formats in self.weights.items()
+        }
+        data["side_files"] = list(self.side_files)
+        data["format"] = FORMAT_NAME
+        return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "fut_config.json") -> Manifest:
+        """Read and check a manifest.
+
+        Raises:
+            ArtifactError: not JSON, another format, a newer version, or keys and values outside the specification.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ArtifactError(f"{where}: not valid JSON ({error})") from error
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT_NAME:
+            raise ArtifactError(f'{where}: not a FuTransformer artifact (no "format": "{FORMAT_NAME}")')
+        version = data.get("format_version")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ArtifactError(f"{where}: format_version is {version!r}, expected a positive integer")
+        if version > FORMAT_VERSION:
+            raise ArtifactError(
+                f"{where}: format version {version} is newer than {FORMAT_VERSION}, the newest this release reads; "
+                "upgrade futransformer, or convert the model again"
+            )
+        values = _known_keys(cls, data, where)
+        values["model"] = ModelSpec.from_dict(values["model"], where)
+        values["weights"] = _read_weights(values["weights"], where)
+        values["kv_cache"] = KVCacheSpec(**_known_keys(KVCacheSpec, values["kv_cache"], f"{where}: kv_cache"))
+        values["activation"] = ActivationSpec(
+            **_known_keys(ActivationSpec, values["activation"], f"{where}: activation")
+        )
+        values["side_files"] = tuple(values.get("side_files", ()))
+        manifest = cls(**values)
+        _check(manifest, where)
+        return manifest
+
+
+def _read_weights(data: Any, where: str) -> dict[str, dict[str, WeightSpec]]:
+    if not isinstance(data, Mapping):
+        raise ArtifactError(f"{where}: weights is {type(data).__name__}, expected an object")
+    weights: dict[str, dict[str, WeightSpec]] = {}
+    for name, formats in data.items():
+        if not isinstance(formats, Mapping):
+            raise ArtifactError(f"{where}: weights.{name} is {type(formats).__name__}, expected an object")
+        weights[name] = {}
+        for fmt, entry in formats.items():
+            values = _known_keys(WeightSpec, entry, f"{where}: weights.{name}.{fmt}")
+            for key in ("shape", "padded_shape"):
+                value = values[key]
+                if not (isinstance(value, list) and len(value) == 2 and all(type(v) is int and v > 0 for v in value)):
+                    raise ArtifactError(f"{where}: weights.{name}.{fmt}.{key} is {value!r}, expected two sizes")
+                values[key] = (value[0], value[1])
+            weights[name][fmt] = WeightSpec(**values)
+    return weights
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    model = manifest.model
+    expected = [f"layers.{i}.{m}" for i in range(model.num_layers) for m in MODULES]
+    missing = [n for n in expected if n not in manifest.weights]
+    if missing:
+        raise ArtifactError(f"{where}: weights lacks {missing[0]} ({len(missing)} missing of {len(expected)})")
+    extra = sorted(set(manifest.weights) - set(expected) - {"head"})
+    if extra:
+        raise ArtifactError(f"{where}: weights has unexpected entries {extra[:3]}")
+    for name, formats in manifest.weights.items():
+        for fmt, spec in formats.items():
+            if fmt not in WEIGHT_FORMATS or spec.format != fmt:
+                raise ArtifactError(
+                    f"{where}: weights.{name}: unknown format {fmt!r}, expected one of {WEIGHT_FORMATS}"
+                )
+            if spec.gain not in GAINS:
+                raise ArtifactError(f"{where}: weights.{name}.{fmt}: gain {spec.gain!r}, expected one of {GAINS}")
+            true = model.module_shape(name.rsplit(".", 1)[-1])
+            if spec.shape != true:
+                raise ArtifactError(
+                    f"{where}: weights.{name}.{fmt}: shape {spec.shape}, expected {true} from the model"
+                )
+            if any(p < s for p, s in zip(spec.padded_shape, spec.shape, strict=True)):
+                raise ArtifactError(
+                    f"{where}: weights.{name}.{fmt}: padded shape {spec.padded_shape} is smaller than {spec.shape}"
+                )
+    if manifest.head not in WEIGHT_FORMATS:
+        raise ArtifactError(f"{where}: head is {manifest.head!r}, expected one of {WEIGHT_FORMATS}")
