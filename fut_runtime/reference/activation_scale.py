@@ -33,14 +33,15 @@ class ActivationScales:
         self.saturated = torch.zeros(initial.shape, dtype=torch.int64, device=initial.device)
         self.elements = torch.zeros_like(self.saturated)
         self.ignored = 0
-        self._amax = torch.full_like(initial, torch.nan)
+        self._amax = torch.zeros_like(initial)
+        self._seen = torch.zeros(initial.shape, dtype=torch.bool, device=initial.device)
 
     def quantize(self, layer: int, site: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """E4M3 values of x (in x's dtype) and the FP32 scale they carry; records the maximum for the next call."""
         column = SITES.index(site)
         scale = self.scale[layer, column]
-        # fmax keeps the number where the other side is NaN: no maximum recorded yet in this call.
-        self._amax[layer, column] = torch.fmax(self._amax[layer, column], x.abs().amax().to(torch.float32))
+        self._amax[layer, column] = torch.maximum(self._amax[layer, column], x.abs().amax().to(torch.float32))
+        self._seen[layer, column] = True
         values, saturated = to_e4m3(x, scale)
         self.saturated[layer, column] += saturated
         self.elements[layer, column] += x.numel()
@@ -48,9 +49,9 @@ class ActivationScales:
 
     def next_call(self) -> None:
         """End a call: adopt the maxima it recorded, unless the scales are frozen."""
-        seen = ~self._amax.isnan()
-        usable = seen & self._amax.isfinite() & (self._amax > 0)
-        self.ignored += int((~usable).sum()) if bool(seen.any()) else 0
+        usable = self._seen & self._amax.isfinite() & (self._amax > 0)
+        self.ignored += int((self._seen & ~usable).sum())
         if not self.frozen:
             self.scale = torch.where(usable, self.margin * self._amax / E4M3_MAX, self.scale)
-        self._amax = torch.full_like(self._amax, torch.nan)
+        self._amax.zero_()
+        self._seen.zero_()

@@ -1,0 +1,84 @@
+"""Runs one window of tokens through a reference model by one of the three protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fut_runtime.reference.activation_scale import ActivationScales
+from fut_runtime.reference.model import ReferenceModel
+
+#: `decode`: every token through the decode path. `prefill`: every token through the prefill path.
+#: `serve`: the first half of the window prefilled, the rest decoded, as a server would.
+PROTOCOLS: tuple[str, ...] = ("decode", "prefill", "serve")
+
+
+class WindowRunner(Protocol):
+    """Maps a window to the model's final residual stream, and that to logits."""
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Residual stream [tokens, hidden] after the last layer."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [tokens, vocab]."""
+        ...
+
+
+@dataclass
+class ReferenceRunner:
+    """A reference model under a protocol.
+
+    Positions of the decode path run in parallel: all K and V of a window are quantised, then every query attends to
+    its past. That equals decoding step by step (a test holds it), because no position's cache entry depends on a
+    later one.
+
+    Attributes:
+        new_scales: makes the E4M3 state, or None where the model needs none.
+        keep_scales: one state for all windows (`delayed`), instead of one a window (`request`, `frozen`).
+        serve_prefill_tokens: tokens that `serve` prefills; None means half the window.
+    """
+
+    model: ReferenceModel
+    protocol: str
+    new_scales: Callable[[], ActivationScales] | None = None
+    keep_scales: bool = False
+    serve_prefill_tokens: int | None = None
+    saturated: int = 0
+    quantized: int = 0
+    _kept: ActivationScales | None = field(default=None, repr=False)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        cache = self.model.new_cache(tokens.numel())
+        count = tokens.numel()
+        first = {"prefill": count, "decode": 0}.get(self.protocol)
+        if first is None:
+            first = count // 2 if self.serve_prefill_tokens is None else min(self.serve_prefill_tokens, count)
+        parts = []
+        if first:
+            scales = self._scales()
+            before = (0, 0) if scales is None else (int(scales.saturated.sum()), int(scales.elements.sum()))
+            parts.append(self.model.forward(cache, tokens[:first], "prefill", scales))
+            if scales is not None:
+                scales.next_call()
+                self.saturated += int(scales.saturated.sum()) - before[0]
+                self.quantized += int(scales.elements.sum()) - before[1]
+        if first < count:
+            parts.append(self.model.forward(cache, tokens[first:], "decode"))
+        return torch.cat(parts)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
+    def _scales(self) -> ActivationScales | None:
+        if self.new_scales is None or not self.model.eight_bit:
+            return None
+        if not self.keep_scales:
+            return self.new_scales()
+        if self._kept is None:
+            self._kept = self.new_scales()
+        return self._kept
