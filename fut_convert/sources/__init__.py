@@ -1,3 +1,55 @@
 """Reading checkpoints: whatever the format, `open_source` gives a model specification and named tensors."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fut_convert.errors import CheckpointError
+from fut_convert.sources.base import Problem, SideFile, Source, TensorInfo
+
+__all__ = ["Problem", "SideFile", "Source", "TensorInfo", "open_source"]
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+def open_source(model: str, *, revision: str | None = None, token: str | None = None) -> Source:
+    """Open a checkpoint: a directory, a `.gguf` file, or a model on the Hub.
+
+    Args:
+        model: what exists as a path is opened as one; anything else is a Hub id.
+        revision: Hub only: branch, tag or commit.
+        token: Hub only: access token; that of the environment or of the Hub's login when None.
+
+    Raises:
+        CheckpointError: no such path, or a checkpoint that cannot be read.
+        UnsupportedModelError: a model that cannot be converted, with the reason.
+        HubError: the Hub does not give it.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise CheckpointError(f"{model}: is a local path, which has no revision {revision!r}")
+        return _open_path(path)
+    if not _HUB_ID.fullmatch(model) or model.startswith(".") or path.suffix in (".gguf", ".safetensors", ".bin"):
+        raise CheckpointError(f"{model}: no such file or directory, and not a Hub id (owner/name)")
+    # The Hub's client is slow to import and of no use to local checkpoints.
+    from fut_convert.sources.hub import open_hub_model
+
+    return open_hub_model(model, revision, token)
+
+
+def _open_path(path: Path) -> Source:
+    if path.is_dir():
+        from fut_convert.sources.directory import DirectorySource
+
+        return DirectorySource(path)
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF":
+        from fut_convert.sources.gguf_source import GGUFSource
+
+        return GGUFSource(path)
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path.name}: not a GGUF file (it begins with {magic!r})")
+    raise CheckpointError(f"{path.name}: a single file of this kind is no checkpoint; give the directory it is in")

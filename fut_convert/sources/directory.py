@@ -1,0 +1,200 @@
+"""A Hugging Face checkpoint directory: safetensors or `pytorch_model.bin`, single or sharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torch import Tensor
+
+from fut_convert.errors import CheckpointError, UnsupportedModelError
+from fut_convert.sources.base import Problem, SideFile, Source, TensorInfo
+from fut_convert.sources.config import model_spec
+from fut_convert.sources.file_kinds import (
+    SAFETENSORS_INDEX,
+    SAFETENSORS_SINGLE,
+    TORCH_SINGLE,
+    WEIGHT_ENTRIES,
+    is_side_file,
+    missing_companions,
+)
+from fut_convert.sources.names import HEAD
+from fut_convert.sources.safetensors_file import SafetensorsFile
+from fut_convert.sources.torch_file import TorchFile
+from fut_runtime.artifact.spec import ModelSpec
+
+WeightFile = SafetensorsFile | TorchFile
+
+
+class DirectorySource(Source):
+    """An open checkpoint directory. `identity` overrides what is recorded about its origin (the Hub does).
+
+    Raises:
+        CheckpointError: no checkpoint, an unsafe or unreadable file, or a contradictory config.
+        UnsupportedModelError: a model that cannot be converted.
+    """
+
+    def __init__(self, root: Path, identity: dict[str, Any] | None = None) -> None:
+        self._root = root.resolve()
+        identity = identity or {"kind": "directory", "name": self._root.name}
+        self._name = str(identity.get("id") or identity["name"])
+        self._refuse_other_contents()
+        config = read_json_object(self._root / "config.json", f"{self._name}: config.json")
+        generation_path = self._root / "generation_config.json"
+        generation = (
+            read_json_object(generation_path, f"{self._name}: generation_config.json")
+            if generation_path.exists()
+            else None
+        )
+        spec = model_spec(config, generation, self._name)
+        self._files: dict[str, WeightFile] = {}
+        self._problems: list[Problem] = []
+        try:
+            tensors = self._open_weights()
+        except BaseException:
+            self.close()
+            raise
+        self._warn_about(config)
+        super().__init__(identity, _resolve_tied(spec, config, tensors), tensors)
+
+    def side_files(self) -> list[SideFile]:
+        return [(name, self._contained(name)) for name in self._side_file_names()]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _read_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:
+        return self._files[info.file].read_rows(info, start, stop)
+
+    def _file_problems(self) -> list[Problem]:
+        problems = [problem for file in self._files.values() for problem in file.problems]
+        missing = missing_companions(self._side_file_names())
+        return problems + self._problems + [Problem("warning", f"{self._name}: {text}") for text in missing]
+
+    def _side_file_names(self) -> list[str]:
+        paths = [p for p in (*self._root.glob("*"), *self._root.glob("*/*")) if p.is_file()]
+        return sorted(n for n in (p.relative_to(self._root).as_posix() for p in paths) if is_side_file(n))
+
+    def _refuse_other_contents(self) -> None:
+        if not self._root.is_dir():
+            raise CheckpointError(f"{self._root}: not a directory")
+        names = {path.name for path in self._root.iterdir()}
+        if "fut_config.json" in names:
+            raise CheckpointError(f"{self._name}: is a converted artifact already, not a checkpoint")
+        if "adapter_config.json" in names and not names.intersection(WEIGHT_ENTRIES):
+            raise UnsupportedModelError(
+                f"{self._name}: holds a LoRA adapter, not a whole model; merge it into its base model first "
+                "(peft's merge_and_unload) and save that"
+            )
+        if "config.json" not in names:
+            if "params.json" in names:
+                raise UnsupportedModelError(
+                    f"{self._name}: is in Meta's or Mistral's own format (params.json); "
+                    "take the Hugging Face version of the model (config.json and model*.safetensors)"
+                )
+            raise CheckpointError(f"{self._name}: no config.json, so not a Hugging Face checkpoint")
+
+    def _open_weights(self) -> dict[str, TensorInfo]:
+        present = [name for name in WEIGHT_ENTRIES if (self._root / name).exists()]
+        if not present:
+            raise CheckpointError(f"{self._name}: no weights; expected one of {', '.join(WEIGHT_ENTRIES)}")
+        entry = present[0]
+        safe = [name for name in present if name in (SAFETENSORS_SINGLE, SAFETENSORS_INDEX)]
+        if len(safe) > 1:
+            self._problems.append(
+                Problem(
+                    "warning",
+                    f"{self._name}: both {' and '.join(safe)} exist; {entry} is read, as transformers does",
+                )
+            )
+        opener: Callable[[Path, str], WeightFile] = (
+            SafetensorsFile if entry in (SAFETENSORS_SINGLE, SAFETENSORS_INDEX) else TorchFile
+        )
+        if entry in (SAFETENSORS_SINGLE, TORCH_SINGLE):
+            file = self._files[entry] = opener(self._contained(entry), entry)
+            return dict(file.tensors)
+        return self._open_indexed(entry, opener)
+
+    def _open_indexed(self, index: str, opener: Callable[[Path, str], WeightFile]) -> dict[str, TensorInfo]:
+        """Open the files that an index names, and no other that may lie about."""
+        where = f"{self._name}: {index}"
+        weight_map = read_json_object(self._contained(index), where).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{where}: weight_map is not an object of file names")
+        for name in sorted(set(weight_map.values())):
+            self._files[name] = opener(self._contained(name), name)
+        tensors: dict[str, TensorInfo] = {}
+        for tensor, file in weight_map.items():
+            info = self._files[file].tensors.get(tensor)
+            if info is None:
+                self._problems.append(Problem("error", f"{where}: says that {file} holds {tensor}, but it does not"))
+            else:
+                tensors[tensor] = info
+        for file in self._files.values():
+            for tensor, info in file.tensors.items():
+                if tensor not in weight_map:
+                    self._problems.append(
+                        Problem("error", f"{file.name}: holds {tensor} {list(info.shape)}, which {index} does not list")
+                    )
+        return tensors
+
+    def _contained(self, name: str) -> Path:
+        """Path of a file of the checkpoint, refused when it leads out of it.
+
+        Raises:
+            CheckpointError: an absolute name, one with `..`, a link out of the directory, or no such file.
+        """
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\\" in name or not pure.parts:
+            raise CheckpointError(f"{self._name}: refused to follow the file name {name!r}, which leads out of it")
+        path = self._root / pure
+        target = path.resolve()
+        allowed = [self._root]
+        if self._root.parent.name == "snapshots":
+            # The Hub's cache keeps files once, by hash, and links to them from each revision.
+            allowed.append(self._root.parent.parent / "blobs")
+        if not any(target.is_relative_to(folder) for folder in allowed):
+            raise CheckpointError(
+                f"{self._name}: {name} is a link that leads out of the checkpoint; put the file itself there"
+            )
+        if not target.is_file():
+            raise CheckpointError(f"{self._name}: {name} is missing; the download is incomplete")
+        return path
+
+    def _warn_about(self, config: dict[str, Any]) -> None:
+        if config.get("auto_map"):
+            self._problems.append(
+                Problem(
+                    "warning",
+                    f"{self._name}: config.json: auto_map points to code in the checkpoint; it is neither executed nor "
+                    "copied, and the model is taken for an ordinary one of its architecture, as transformers does",
+                )
+            )
+
+
+def read_json_object(path: Path, where: str) -> dict[str, Any]:
+    """Read a JSON file that must hold an object.
+
+    Raises:
+        CheckpointError: it cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{where}: holds a {type(data).__name__}, expected an object")
+    return data
+
+
+def _resolve_tied(spec: ModelSpec, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> ModelSpec:
+    """A config silent about tying, and no head in the files: then the embedding is the head."""
+    if HEAD not in tensors and config.get("tie_word_embeddings") is None:
+        return replace(spec, tie_word_embeddings=True)
+    return spec
