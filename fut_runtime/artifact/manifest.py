@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fut_runtime.artifact.json_text import canonical, parse_object
 from fut_runtime.artifact.spec import MODULES, ModelSpec, _known_keys
 from fut_runtime.errors import ArtifactError
 
@@ -98,29 +98,18 @@ class Manifest:
         }
         data["side_files"] = list(self.side_files)
         data["format"] = FORMAT_NAME
-        return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        return canonical(data)
 
     @classmethod
-    def from_json(cls, text: str, where: str = "fut_config.json") -> Manifest:
+    def from_json(cls, text: str | bytes, where: str = "fut_config.json") -> Manifest:
         """Read and check a manifest.
 
         Raises:
             ArtifactError: not JSON, another format, a newer version, or keys and values outside the specification.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ArtifactError(f"{where}: not valid JSON ({error})") from error
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT_NAME:
-            raise ArtifactError(f'{where}: not a FuTransformer artifact (no "format": "{FORMAT_NAME}")')
-        version = data.get("format_version")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise ArtifactError(f"{where}: format_version is {version!r}, expected a positive integer")
-        if version > FORMAT_VERSION:
-            raise ArtifactError(
-                f"{where}: format version {version} is newer than {FORMAT_VERSION}, the newest this release reads; "
-                "upgrade futransformer, or convert the model again"
-            )
+        data = parse_object(text, where)
+        check_version(data, where)
+        del data["format"]
         values = _known_keys(cls, data, where)
         values["model"] = ModelSpec.from_dict(values["model"], where)
         values["weights"] = _read_weights(values["weights"], where)
@@ -132,6 +121,24 @@ class Manifest:
         manifest = cls(**values)
         _check(manifest, where)
         return manifest
+
+
+def check_version(data: Mapping[str, Any], where: str) -> None:
+    """Check the `format` and `format_version` that every JSON file of an artifact begins with.
+
+    Raises:
+        ArtifactError: another format, or a version that this release does not read.
+    """
+    if data.get("format") != FORMAT_NAME:
+        raise ArtifactError(f'{where}: not of a FuTransformer artifact (no "format": "{FORMAT_NAME}")')
+    version = data.get("format_version")
+    if type(version) is not int or version < 1:
+        raise ArtifactError(f"{where}: format_version is {version!r}, expected a positive integer")
+    if version > FORMAT_VERSION:
+        raise ArtifactError(
+            f"{where}: format version {version} is newer than {FORMAT_VERSION}, the newest this release reads; "
+            "upgrade futransformer, or convert the model again"
+        )
 
 
 def _read_weights(data: Any, where: str) -> dict[str, dict[str, WeightSpec]]:

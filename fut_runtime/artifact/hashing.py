@@ -1,0 +1,139 @@
+"""SHA-256 of files and of each of their 64 MiB chunks, after the fact or while they are being written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+CHUNK_BYTES = 64 << 20
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileHash:
+    """Size in bytes, SHA-256 of the whole and of each 64 MiB chunk (the last one shorter), as hex digits."""
+
+    size: int
+    sha256: str
+    chunks: tuple[str, ...]
+
+
+class RunningHash:
+    """The digests of a file whose bytes arrive in order."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._whole = hashlib.sha256()
+        self._chunk = hashlib.sha256()
+        self._chunks: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Append bytes."""
+        self._whole.update(data)
+        while data:
+            taken = data[: CHUNK_BYTES - self.size % CHUNK_BYTES]
+            self._chunk.update(taken)
+            self.size += len(taken)
+            if self.size % CHUNK_BYTES == 0:
+                self._chunks.append(self._chunk.hexdigest())
+                self._chunk = hashlib.sha256()
+            data = data[len(taken) :]
+
+    def result(self) -> FileHash:
+        """The digests of everything appended so far."""
+        tail = [self._chunk.hexdigest()] if self.size % CHUNK_BYTES else []
+        return FileHash(self.size, self._whole.hexdigest(), (*self._chunks, *tail))
+
+
+def hash_bytes(data: bytes) -> FileHash:
+    """Digests of a file with this content."""
+    running = RunningHash()
+    running.update(memoryview(data))
+    return running.result()
+
+
+def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> FileHash:
+    """Digests of a file. `progress` is told the bytes read by each step.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    running = RunningHash()
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            running.update(buffer[:count])
+            if progress is not None:
+                progress(count)
+    return running.result()
+
+
+class FollowingHasher:
+    """Hashes files in one background thread, following the front up to which each has been written.
+
+    The thread reads back what was just written, which the page cache still holds, so that no tensor has to stay in
+    memory for it and tensors may be written in any order. When a file is hashed to its end it is also flushed to the
+    disk there, while the next one is being written.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
+        self._running: dict[int, RunningHash] = {}
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="fut-hash", daemon=True)
+        self._thread.start()
+
+    def advance(self, descriptor: int, front: int, size: int) -> None:
+        """Say that bytes 0 … `front` of an open file of final size `size` are written.
+
+        Raises:
+            OSError: an earlier read or flush in the background failed.
+        """
+        self._raise_error()
+        self._work.put((descriptor, front, size))
+
+    def finish(self) -> dict[int, FileHash]:
+        """Wait for the thread and return the digests by descriptor.
+
+        Raises:
+            OSError: a read or flush in the background failed.
+        """
+        self.stop(drain=True)
+        self._raise_error()
+        return {descriptor: running.result() for descriptor, running in self._running.items()}
+
+    def stop(self, *, drain: bool = False) -> None:
+        """End the thread; without `drain` what is still queued is dropped."""
+        self._stopped = self._stopped or not drain
+        self._work.put(None)
+        self._thread.join()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        while (item := self._work.get()) is not None:
+            if self._error is not None:
+                continue
+            try:
+                self._follow(*item, buffer)
+            except OSError as error:
+                self._error = error
+
+    def _follow(self, descriptor: int, front: int, size: int, buffer: memoryview) -> None:
+        running = self._running.setdefault(descriptor, RunningHash())
+        while running.size < front and not self._stopped:
+            count = os.preadv(descriptor, [buffer[: front - running.size]], running.size)
+            if count == 0:
+                raise OSError(f"file descriptor {descriptor} ends at byte {running.size}, expected {front} bytes")
+            running.update(buffer[:count])
+        if running.size == size and not self._stopped:
+            os.fsync(descriptor)

@@ -1,0 +1,167 @@
+"""A directory that appears under its name whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fut_runtime.artifact.paths import LOCK_FILE, MANIFEST_FILE
+from fut_runtime.errors import ArtifactError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StagingDirectory:
+    """Files are written to `OUT.partial`, locked against a second writer, and renamed to `OUT` at the end.
+
+    What an interrupted run left in `OUT.partial` is removed first; an existing `OUT` is replaced at the very end, and
+    only if it is an artifact (or, with `replaces`, holds that file), never some other directory.
+    """
+
+    def __init__(self, out: Path, *, overwrite: bool = False, replaces: str = MANIFEST_FILE) -> None:
+        """Lock and clear `OUT.partial`.
+
+        Raises:
+            ArtifactError: OUT exists, another process is writing to it, or the directory cannot be made.
+        """
+        if out.name in ("", ".", ".."):
+            raise ArtifactError(f"{out}: has no name of its own; give the directory to create by its name")
+        self.out = out.parent.resolve() / out.name
+        self.path = self.out.with_name(self.out.name + ".partial")
+        self._overwrite = overwrite
+        self._replaces = replaces
+        self._lock: int | None = None
+        self._check_target()
+        with os_errors(self.path, "cannot be made"):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = self._acquire()
+            self._clear()
+
+    def publish(self) -> Path:
+        """Flush directories, rename to OUT and release the lock; returns OUT.
+
+        Raises:
+            ArtifactError: OUT has appeared meanwhile, or a file system operation failed.
+        """
+        self._check_target()
+        old = self.out.with_name(self.out.name + ".replaced")
+        with os_errors(self.out, "cannot be put in place"):
+            for directory, _, _ in os.walk(self.path):
+                _fsync_directory(Path(directory))
+            (self.path / LOCK_FILE).unlink()
+            if self.out.is_dir() and any(self.out.iterdir()):
+                if old.exists():
+                    shutil.rmtree(old)
+                os.rename(self.out, old)
+            os.rename(self.path, self.out)
+            _fsync_directory(self.out.parent)
+            self._release()
+            if old.exists():
+                shutil.rmtree(old)
+        return self.out
+
+    def abort(self) -> None:
+        """Remove `OUT.partial` and release the lock; does nothing once published or aborted."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._release()
+
+    def _check_target(self) -> None:
+        out = self.out
+        if out.is_symlink():
+            raise ArtifactError(f"{out}: is a link; remove it, or name the directory it points to")
+        if not out.exists():
+            return
+        if not out.is_dir():
+            raise ArtifactError(f"{out}: is a file, expected no such name yet or an empty directory")
+        if not any(out.iterdir()):
+            return
+        if not self._overwrite:
+            raise ArtifactError(f"{out}: exists already; choose another name, or allow to replace it with --overwrite")
+        if not (out / self._replaces).exists():
+            raise ArtifactError(
+                f"{out}: will not be replaced, for it holds no {self._replaces} and so was not made by this program; "
+                "remove it yourself or choose another name"
+            )
+
+    def _acquire(self) -> int:
+        while True:
+            self.path.mkdir(exist_ok=True)
+            if self.path.is_symlink():
+                raise ArtifactError(f"{self.path}: is a link; remove it")
+            try:
+                lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            except FileNotFoundError:
+                continue  # the other process has published or aborted since
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                os.close(lock)
+                raise ArtifactError(
+                    f"{self.out}: is being written by another process ({holder or 'unknown'}); wait for it, stop it, "
+                    "or choose another name"
+                ) from None
+            # The same may have happened between opening and locking: then this lock guards a file that is gone.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(self.path / LOCK_FILE)):
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, f"pid {os.getpid()}".encode(), 0)
+                    return lock
+            os.close(lock)
+
+    def _clear(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.name == LOCK_FILE:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+@contextlib.contextmanager
+def os_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn an OSError into an ArtifactError that names the file and, on a full disk, the space that is left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+            raise ArtifactError(
+                f"{path}: {what}: the disk is full ({free / 1e9:.2f} GB left); free space or choose another disk. "
+                "Nothing that could be taken for a whole artifact was left"
+            ) from error
+        raise ArtifactError(f"{path}: {what} ({error.strerror or error})") from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and flush it to the disk; its directory is made where needed.
+
+    Raises:
+        ArtifactError: the file system refused, a full disk included.
+    """
+    with os_errors(path, "cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,222 @@
+"""Writes an artifact: tensors in any order straight to their place, then the hashes, the marker and the name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from fut_runtime.artifact.hashing import FileHash, FollowingHasher, hash_bytes
+from fut_runtime.artifact.layout import all_tensors
+from fut_runtime.artifact.manifest import Manifest
+from fut_runtime.artifact.paths import FILES_FILE, INDEX_FILE, MANIFEST_FILE, MARKER_FILE, check_foreign_name, inside
+from fut_runtime.artifact.seal import files_text, marker_text
+from fut_runtime.artifact.shards import TORCH_DTYPES, Shard, TensorPlace, index_text, plan_shards
+from fut_runtime.artifact.staging import StagingDirectory, os_errors, write_file
+from fut_runtime.errors import ArtifactError
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+class OpenShard:
+    """A shard that is being written: its file, and how far it is written without a gap."""
+
+    def __init__(self, shard: Shard, directory: Path) -> None:
+        self.path = directory / shard.name
+        self.shard = shard
+        self.written: set[str] = set()
+        with os_errors(self.path, "cannot be created"):
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            _write_all(self.descriptor, memoryview(shard.header), 0)
+        self.front = len(shard.header)
+        self._next = 0
+
+    def write(self, place: TensorPlace, tensor: Tensor) -> None:
+        """Write one tensor's bytes and move the front."""
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        with os_errors(self.path, f"tensor {place.spec.name} ({place.spec.nbytes} bytes) cannot be written"):
+            _write_all(self.descriptor, raw.numpy().data, place.offset)
+        self.written.add(place.spec.name)
+        while self._next < len(self.shard.tensors) and self.shard.tensors[self._next].spec.name in self.written:
+            after = self.shard.tensors[self._next]
+            self.front = after.offset + after.spec.nbytes
+            self._next += 1
+
+
+class ArtifactWriter:
+    """Writes the artifact `OUT`.
+
+    Everything goes to `OUT.partial`, locked against a second writer. `seal` makes it an artifact: only then does `OUT`
+    exist. As a context manager it removes `OUT.partial` when left without sealing. At most the tensor that is being
+    written is held in memory; the hashing follows in a background thread.
+    """
+
+    def __init__(
+        self, out: Path, manifest: Manifest, *, max_shard_bytes: int = MAX_SHARD_BYTES, overwrite: bool = False
+    ) -> None:
+        """Check the manifest, lock `OUT.partial` and create every shard with its header.
+
+        Args:
+            out: directory to create.
+            manifest: what the artifact will hold.
+            max_shard_bytes: size limit of a shard file; a single larger tensor has a shard of its own.
+            overwrite: whether an existing artifact `out` is replaced, once the new one is whole.
+
+        Raises:
+            ArtifactError: the manifest contradicts itself, OUT exists or is being written, or the disk refuses.
+        """
+        text = manifest.to_json()
+        Manifest.from_json(text, MANIFEST_FILE)
+        self.manifest = manifest
+        self._side_names = {check_foreign_name(name, f"{MANIFEST_FILE}: side_files") for name in manifest.side_files}
+        self._staging = StagingDirectory(out, overwrite=overwrite)
+        self._base = self._staging.path
+        self._hashes: dict[str, FileHash] = {}
+        self._shards: list[OpenShard] = []
+        self._places: dict[str, tuple[OpenShard, TensorPlace]] = {}
+        self._hasher = FollowingHasher()
+        self._finished = False
+        try:
+            shards = plan_shards(all_tensors(manifest), max_shard_bytes)
+            for shard in shards:
+                self._shards.append(OpenShard(shard, self._base))
+                self._places |= {place.spec.name: (self._shards[-1], place) for place in shard.tensors}
+            self._write_sealed(MANIFEST_FILE, text.encode())
+            self._write_sealed(INDEX_FILE, index_text(shards).encode())
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def path(self) -> Path:
+        """Where the files are now: `OUT.partial`, or OUT once sealed."""
+        return self._base
+
+    @property
+    def missing(self) -> list[str]:
+        """Tensors not written yet, in file order."""
+        return [name for name, (shard, _) in self._places.items() if name not in shard.written]
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor.
+
+        Args:
+            name: one of `layout.all_tensors(manifest)`, each once, in any order (file order is fastest).
+            tensor: of exactly the dtype and shape the layout gives it; any device.
+
+        Raises:
+            ArtifactError: unknown name, second writing, wrong dtype or shape, or the disk refuses.
+        """
+        self._check_open()
+        if name not in self._places:
+            raise ArtifactError(f"{self._base}: the manifest has no tensor {name!r}")
+        shard, place = self._places[name]
+        if name in shard.written:
+            raise ArtifactError(f"{shard.path}: tensor {name} is written already")
+        spec = place.spec
+        if tensor.dtype != TORCH_DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
+            raise ArtifactError(
+                f"{shard.path}: tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                f"expected {TORCH_DTYPES[spec.dtype]} {spec.shape} from the manifest"
+            )
+        before = shard.front
+        shard.write(place, tensor)
+        if shard.front > before:
+            with os_errors(shard.path, "cannot be read back or flushed"):
+                self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
+
+    def copy_side_file(self, source: Path | bytes, relative_name: str) -> None:
+        """Copy a tokenizer, config or licence file byte for byte into the sealed set.
+
+        Args:
+            source: the file, or its content. The file may be a link only to a place inside its own checkpoint (or in
+                the blobs of the Hub's cache).
+            relative_name: its name in the artifact, one of `manifest.side_files`.
+
+        Raises:
+            ArtifactError: unsafe name, a name the manifest does not list, a link out of the checkpoint, no such file.
+        """
+        self._check_open()
+        if relative_name not in self._side_names:
+            raise ArtifactError(f"{self._base}: side file {relative_name!r} is not among the manifest's side_files")
+        if not isinstance(source, bytes):
+            parts = PurePosixPath(relative_name).parts
+            named = source.parts[-len(parts) :] == parts
+            root = source.parents[len(parts) - 1] if named else source.parent
+            with os_errors(source, "cannot be read"):
+                source = inside(root, relative_name if named else source.name).read_bytes()
+        self._write_sealed(relative_name, source)
+
+    def write_log(self, name: str, text: str) -> None:
+        """Write a file outside the sealed set (timings, reports), also after sealing.
+
+        Raises:
+            ArtifactError: unsafe name or a name of the sealed set, or the disk refuses.
+        """
+        check_foreign_name(name, str(self._base))
+        if name in self._side_names:
+            raise ArtifactError(f"{self._base}: log {name!r} has the name of a side file")
+        write_file(self._base / name, text.encode())
+
+    def seal(self) -> Path:
+        """Finish the artifact: hashes, marker, name. Returns OUT.
+
+        Raises:
+            ArtifactError: tensors or side files are missing, or the disk refuses.
+        """
+        self._check_open()
+        missing = self.missing
+        if missing:
+            raise ArtifactError(f"{self._base}: {len(missing)} tensors are not written, the first is {missing[0]}")
+        lacking = sorted(self._side_names - set(self._hashes))
+        if lacking:
+            raise ArtifactError(f"{self._base}: side files of the manifest are not copied: {lacking}")
+        with os_errors(self._base, "cannot be read back or flushed"):
+            digests = self._hasher.finish()
+        self._hashes |= {shard.shard.name: digests[shard.descriptor] for shard in self._shards}
+        self._close()
+        files = files_text(self._hashes)
+        write_file(self._base / FILES_FILE, files.encode())
+        write_file(self._base / MARKER_FILE, marker_text(files).encode())
+        self._base = self._staging.publish()
+        self._finished = True
+        return self._base
+
+    def abort(self) -> None:
+        """Stop and remove `OUT.partial`; does nothing once sealed."""
+        if not self._finished:
+            self._finished = True
+            self._hasher.stop()
+            self._close()
+            self._staging.abort()
+
+    def __enter__(self) -> ArtifactWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise ArtifactError(f"{self._base}: the artifact is sealed or given up already")
+
+    def _write_sealed(self, name: str, data: bytes) -> None:
+        write_file(self._base / name, data)
+        self._hashes[name] = hash_bytes(data)
+
+    def _close(self) -> None:
+        for shard in self._shards:
+            if shard.descriptor >= 0:
+                os.close(shard.descriptor)
+                shard.descriptor = -1
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data[: 1 << 30], offset)
+        data, offset = data[count:], offset + count
