@@ -1,0 +1,87 @@
+"""Commands, options, targets and links that the documentation names exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import click
+import pytest
+
+from conftest import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PROGRAMS = ("fut-convert", "fut-run", "fut-artifact")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def code_blocks(page: Path, language: str) -> Iterator[str]:
+    """Contents of a page's fenced blocks of one language."""
+    pattern = rf"^```{language}\n(.*?)^```"
+    yield from re.findall(pattern, page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Commands in a page's `console` blocks, lines that end in a backslash joined to the next."""
+    for block in code_blocks(page, "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                yield line[2:].split("  #")[0].strip()
+
+
+def documented(prefixes: tuple[str, ...]) -> list[object]:
+    """Every command in the documentation that starts with one of the words, as a test parameter."""
+    return [
+        pytest.param(command, id=f"{page.name}: {command}")
+        for page in PAGES
+        for command in dict.fromkeys(commands(page))
+        if command.split()[0] in prefixes
+    ]
+
+
+@pytest.mark.parametrize("command", documented(PROGRAMS))
+def test_program_takes_the_documented_options(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    words = words[: next((i for i, w in enumerate(words) if w in ("|", ">", "&&", ";")), len(words))]
+    scripts = metadata.distribution("futransformer").entry_points.select(group="console_scripts")
+    module, function = scripts[words.pop(0)].value.split(":")
+    target = getattr(importlib.import_module(module), function)
+    while isinstance(target, click.Group):
+        name = words.pop(0)
+        if name == "--help":
+            return
+        context = click.Context(target)
+        assert name in target.list_commands(context), f"{name}: no such command"
+        target = target.get_command(context, name)
+    known = {option for parameter in target.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    used = {word.split("=")[0] for word in words if word.startswith("--")}
+    assert used <= known | {"--help"}
+
+
+@pytest.mark.parametrize("command", documented(("make",)))
+def test_make_has_the_documented_target(command: str) -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = [w for w in shlex.split(command)[1:] if "=" not in w and not w.startswith("-")]
+    for target in targets:
+        assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.M), f"make has no target {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    missing = [
+        target
+        for target in LINK.findall(text)
+        if "://" not in target and not target.startswith("#") and not (page.parent / target.split("#")[0]).exists()
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_python_examples_are_python(page: Path) -> None:
+    for block in code_blocks(page, "python"):
+        compile(block, str(page), "exec")
