@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fut_runtime.artifact.layout import TILE_COLS, TILE_ROWS
 from fut_runtime.errors import ArtifactError
 
+#: One INT4 tile: 16 output rows (m16 of the MMA) by 64 inputs, so that a lane's share is one 16-byte load.
+TILE_ROWS = 16
+TILE_COLS = 64
 LANES = 32
 WORDS = 4
 NIBBLES = 8

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fut_runtime.artifact.checks import MATRIX_ALIGN
+from fut_runtime.artifact.fragment import TILE_COLS, TILE_ROWS
 from fut_runtime.artifact.manifest import Manifest, WeightSpec
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 
-#: One INT4 tile: 16 output rows (m16 of the MMA) by 64 inputs, so that a lane's share is one 16-byte load.
-TILE_ROWS = 16
-TILE_COLS = 64
-#: E4M3 matrices are padded to rows of whole 16-byte units, the granularity of a TMA stride.
-E4M3_ALIGN = 16
 #: The four sites of a layer whose activation is quantised to E4M3, in the order of `activation_scale`.
 SITES: tuple[str, ...] = MODULES
 
@@ -65,7 +62,7 @@ def padded_int4_shape(shape: tuple[int, int], group_size: int, paired_rows: bool
 
 def padded_e4m3_shape(shape: tuple[int, int]) -> tuple[int, int]:
     """Stored shape of an E4M3 or BF16 matrix: both sizes rounded up to 16."""
-    return round_up(shape[0], E4M3_ALIGN), round_up(shape[1], E4M3_ALIGN)
+    return round_up(shape[0], MATRIX_ALIGN), round_up(shape[1], MATRIX_ALIGN)
 
 
 def weight_tensors(name: str, spec: WeightSpec) -> Iterator[TensorSpec]:

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fut_runtime.artifact.checks import check_manifest
+from fut_runtime.artifact.fields import read_fields
 from fut_runtime.artifact.json_text import canonical, parse_object
-from fut_runtime.artifact.spec import MODULES, ModelSpec, _known_keys
+from fut_runtime.artifact.spec import ModelSpec
 from fut_runtime.errors import ArtifactError
 
 FORMAT_NAME = "futransformer"
 FORMAT_VERSION = 1
-
-#: Weight formats a module may be stored in. One module may carry several: E4M3 for prefill, INT4 for decode.
-WEIGHT_FORMATS: tuple[str, ...] = ("e4m3", "int4", "bf16")
-GAINS: tuple[str, ...] = ("folded", "runtime", "none")
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class WeightSpec:
     """How one weight matrix is stored in one format.
 
     Attributes:
-        format: one of WEIGHT_FORMATS.
+        format: `e4m3`, `int4` or `bf16`. One matrix may be stored in several: E4M3 for prefill, INT4 for decode.
         shape: true (out, in) shape.
         padded_shape: stored shape; what lies beyond `shape` is zero (INT4: code 8).
         row_order: name of the order of the output rows, see `rows.py`.
@@ -89,7 +87,11 @@ class Manifest:
     format_version: int = field(default=FORMAT_VERSION)
 
     def to_json(self) -> str:
-        """Canonical text: keys sorted, two-space indent, newline at the end."""
+        """Canonical text: keys sorted, two-space indent, newline at the end.
+
+        Raises:
+            ArtifactError: the source, recipe or calibration holds something that JSON has no form for.
+        """
         data = asdict(self)
         data["model"] = self.model.to_dict()
         data["weights"] = {
@@ -98,7 +100,10 @@ class Manifest:
         }
         data["side_files"] = list(self.side_files)
         data["format"] = FORMAT_NAME
-        return canonical(data)
+        try:
+            return canonical(data)
+        except (TypeError, ValueError) as error:
+            raise ArtifactError(f"fut_config.json: the manifest cannot be written as JSON ({error})") from error
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "fut_config.json") -> Manifest:
@@ -110,16 +115,15 @@ class Manifest:
         data = parse_object(text, where)
         check_version(data, where)
         del data["format"]
-        values = _known_keys(cls, data, where)
+        values = read_fields(cls, data, where)
         values["model"] = ModelSpec.from_dict(values["model"], where)
         values["weights"] = _read_weights(values["weights"], where)
-        values["kv_cache"] = KVCacheSpec(**_known_keys(KVCacheSpec, values["kv_cache"], f"{where}: kv_cache"))
+        values["kv_cache"] = KVCacheSpec(**read_fields(KVCacheSpec, values["kv_cache"], f"{where}: kv_cache"))
         values["activation"] = ActivationSpec(
-            **_known_keys(ActivationSpec, values["activation"], f"{where}: activation")
+            **read_fields(ActivationSpec, values["activation"], f"{where}: activation")
         )
-        values["side_files"] = tuple(values.get("side_files", ()))
         manifest = cls(**values)
-        _check(manifest, where)
+        check_manifest(manifest, where)
         return manifest
 
 
@@ -141,50 +145,13 @@ def check_version(data: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _read_weights(data: Any, where: str) -> dict[str, dict[str, WeightSpec]]:
-    if not isinstance(data, Mapping):
-        raise ArtifactError(f"{where}: weights is {type(data).__name__}, expected an object")
+def _read_weights(data: dict[str, Any], where: str) -> dict[str, dict[str, WeightSpec]]:
     weights: dict[str, dict[str, WeightSpec]] = {}
     for name, formats in data.items():
         if not isinstance(formats, Mapping):
             raise ArtifactError(f"{where}: weights.{name} is {type(formats).__name__}, expected an object")
-        weights[name] = {}
-        for fmt, entry in formats.items():
-            values = _known_keys(WeightSpec, entry, f"{where}: weights.{name}.{fmt}")
-            for key in ("shape", "padded_shape"):
-                value = values[key]
-                if not (isinstance(value, list) and len(value) == 2 and all(type(v) is int and v > 0 for v in value)):
-                    raise ArtifactError(f"{where}: weights.{name}.{fmt}.{key} is {value!r}, expected two sizes")
-                values[key] = (value[0], value[1])
-            weights[name][fmt] = WeightSpec(**values)
+        weights[name] = {
+            weight_format: WeightSpec(**read_fields(WeightSpec, entry, f"{where}: weights.{name}.{weight_format}"))
+            for weight_format, entry in formats.items()
+        }
     return weights
-
-
-def _check(manifest: Manifest, where: str) -> None:
-    model = manifest.model
-    expected = [f"layers.{i}.{m}" for i in range(model.num_layers) for m in MODULES]
-    missing = [n for n in expected if n not in manifest.weights]
-    if missing:
-        raise ArtifactError(f"{where}: weights lacks {missing[0]} ({len(missing)} missing of {len(expected)})")
-    extra = sorted(set(manifest.weights) - set(expected) - {"head"})
-    if extra:
-        raise ArtifactError(f"{where}: weights has unexpected entries {extra[:3]}")
-    for name, formats in manifest.weights.items():
-        for fmt, spec in formats.items():
-            if fmt not in WEIGHT_FORMATS or spec.format != fmt:
-                raise ArtifactError(
-                    f"{where}: weights.{name}: unknown format {fmt!r}, expected one of {WEIGHT_FORMATS}"
-                )
-            if spec.gain not in GAINS:
-                raise ArtifactError(f"{where}: weights.{name}.{fmt}: gain {spec.gain!r}, expected one of {GAINS}")
-            true = model.module_shape(name.rsplit(".", 1)[-1])
-            if spec.shape != true:
-                raise ArtifactError(
-                    f"{where}: weights.{name}.{fmt}: shape {spec.shape}, expected {true} from the model"
-                )
-            if any(p < s for p, s in zip(spec.padded_shape, spec.shape, strict=True)):
-                raise ArtifactError(
-                    f"{where}: weights.{name}.{fmt}: padded shape {spec.padded_shape} is smaller than {spec.shape}"
-                )
-    if manifest.head not in WEIGHT_FORMATS:
-        raise ArtifactError(f"{where}: head is {manifest.head!r}, expected one of {WEIGHT_FORMATS}")

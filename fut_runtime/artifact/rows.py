@@ -17,8 +17,12 @@ _BLOCKS: dict[str, int] = {"natural": 0, "interleave1": 1, "interleave8": 8}
 ROW_ORDERS: tuple[str, ...] = tuple(_BLOCKS)
 
 
-def _block(row_order: str, rows: int, padded_rows: int) -> int:
-    """Block size of a row order, after checking that `rows` rows can be stored as `padded_rows` in it."""
+def check_row_order(row_order: str, rows: int, padded_rows: int) -> int:
+    """Rows of one half that stay together in a row order (0: nothing moves), once `rows` fit in `padded_rows`.
+
+    Raises:
+        ArtifactError: unknown order, or sizes that it cannot hold.
+    """
     block = _BLOCKS.get(row_order)
     if block is None:
         raise ArtifactError(f"row order {row_order!r} is unknown; expected one of {ROW_ORDERS}")
@@ -47,7 +51,7 @@ def to_stored_rows(x: Tensor, row_order: str, padded_rows: int) -> Tensor:
         ArtifactError: unknown order, or sizes that it cannot hold.
     """
     rows = x.shape[0]
-    block = _block(row_order, rows, padded_rows)
+    block = check_row_order(row_order, rows, padded_rows)
     if not block:
         if rows == padded_rows:
             return x
@@ -81,7 +85,7 @@ def to_natural_rows(x: Tensor, row_order: str, rows: int) -> Tensor:
         ArtifactError: unknown order, or sizes that it cannot hold.
     """
     padded_rows = x.shape[0]
-    block = _block(row_order, rows, padded_rows)
+    block = check_row_order(row_order, rows, padded_rows)
     if not block:
         return x[:rows]
     blocks = x.reshape(padded_rows // (2 * block), 2, block, *x.shape[1:])

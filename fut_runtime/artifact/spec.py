@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from fut_runtime.artifact.fields import check_positive, read_fields
 from fut_runtime.errors import ArtifactError
 
 #: The four projections of a layer, in the order they run. `qkv` stacks q, k and v; `gate_up` stacks gate and up.
@@ -13,6 +14,10 @@ MODULES: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 
 #: The RoPE scalings this version computes, named as in transformers.
 ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+
+#: Limits that only a damaged or hostile manifest passes.
+_MAX_SIZE = 1 << 31
+_MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -105,24 +110,35 @@ class ModelSpec:
         """Read the `model` object of a manifest.
 
         Raises:
-            ArtifactError: a key is missing or unknown; the message names it and `where`.
+            ArtifactError: a key is missing or unknown, or a value is of the wrong type or makes no sense.
         """
-        values = _known_keys(cls, data, f"{where}: model")
-        rope = RopeSpec(**_known_keys(RopeSpec, values.pop("rope"), f"{where}: model.rope"))
-        values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
-        return cls(rope=rope, **values)
+        values = read_fields(cls, data, f"{where}: model")
+        rope = RopeSpec(**read_fields(RopeSpec, values.pop("rope"), f"{where}: model.rope"))
+        model = cls(rope=rope, **values)
+        _check_model(model, f"{where}: model")
+        return model
 
 
-def _known_keys(cls: type, data: Any, where: str) -> dict[str, Any]:
-    from dataclasses import MISSING
-
-    if not isinstance(data, Mapping):
-        raise ArtifactError(f"{where}: found {type(data).__name__}, expected an object")
-    known = {f.name: f for f in fields(cls)}
-    unknown = sorted(set(data) - set(known))
-    if unknown:
-        raise ArtifactError(f"{where}: unknown keys {unknown}; expected among {sorted(known)}")
-    missing = [n for n, f in known.items() if n not in data and f.default is MISSING]
-    if missing:
-        raise ArtifactError(f"{where}: missing keys {missing}")
-    return dict(data)
+def _check_model(model: ModelSpec, where: str) -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+    check_positive({key: getattr(model, key) for key in (*sizes, "max_position_embeddings")}, where, _MAX_SIZE)
+    check_positive({"num_layers": model.num_layers}, where, _MAX_LAYERS)
+    check_positive({"rms_norm_eps": model.rms_norm_eps}, where, 1.0)
+    if model.num_heads % model.num_kv_heads:
+        raise ArtifactError(f"{where}: num_heads {model.num_heads} is no multiple of num_kv_heads {model.num_kv_heads}")
+    if model.head_dim % 2 or model.hidden_size % 2:
+        raise ArtifactError(
+            f"{where}: head_dim {model.head_dim} and hidden_size {model.hidden_size}, expected even sizes"
+        )
+    rope = model.rope
+    if rope.type not in ROPE_TYPES:
+        raise ArtifactError(f"{where}.rope: type {rope.type!r}, expected one of {ROPE_TYPES}")
+    check_positive({"theta": rope.theta, "factor": rope.factor}, f"{where}.rope")
+    check_positive(
+        {"original_max_position_embeddings": rope.original_max_position_embeddings}, f"{where}.rope", _MAX_SIZE
+    )
+    tokens = {"bos_token_id": (model.bos_token_id,), "pad_token_id": (model.pad_token_id,)}
+    for key, ids in {**tokens, "eos_token_ids": model.eos_token_ids}.items():
+        for token in ids:
+            if token is not None and not 0 <= token < _MAX_SIZE:
+                raise ArtifactError(f"{where}.{key}: found {token}, expected a token id")
