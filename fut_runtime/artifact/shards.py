@@ -94,8 +94,10 @@ def index_text(shards: Sequence[Shard]) -> str:
     return canonical({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def read_header(path: Path) -> list[TensorPlace]:
+def read_header(path: Path, *, allow_truncated: bool = False) -> list[TensorPlace]:
     """Tensors of a safetensors file in the order of their data.
+
+    `allow_truncated`: do not compare the header with the size of the data, to find out what a damaged file held.
 
     Raises:
         ArtifactError: the file cannot be read, is truncated, or its header is not that of a whole safetensors file.
@@ -112,15 +114,16 @@ def read_header(path: Path) -> list[TensorPlace]:
             text = file.read(length)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
-    return parse_header(text, size - 8 - length, str(path), data_start=8 + length)
+    data_bytes = None if allow_truncated else size - 8 - length
+    return parse_header(text, data_bytes, str(path), data_start=8 + length)
 
 
-def parse_header(text: bytes, data_bytes: int, where: str, *, data_start: int = 0) -> list[TensorPlace]:
+def parse_header(text: bytes, data_bytes: int | None, where: str, *, data_start: int = 0) -> list[TensorPlace]:
     """Check a safetensors header against the number of data bytes that follow it.
 
     Args:
         text: the JSON header without its length prefix.
-        data_bytes: bytes of the file after the header.
+        data_bytes: bytes of the file after the header; None does not compare them.
         where: file name for messages.
         data_start: byte of the file at which the data begin; added to the offsets returned.
 
@@ -138,7 +141,7 @@ def parse_header(text: bytes, data_bytes: int, where: str, *, data_start: int = 
                 "the header is damaged"
             )
         end += place.spec.nbytes
-    if end != data_bytes:
+    if data_bytes is not None and end != data_bytes:
         raise ArtifactError(
             f"{where}: {data_bytes} bytes of data, expected {end} from the header; the file is truncated or damaged"
         )
