@@ -90,6 +90,9 @@ class DirectorySource(Source):
                 f"{self._name}: holds a LoRA adapter, not a whole model; merge it into its base model first "
                 "(peft's merge_and_unload) and save that"
             )
+        gguf = sorted(name for name in names if name.endswith(".gguf"))
+        if gguf and not names.intersection(WEIGHT_ENTRIES):
+            raise CheckpointError(f"{self._name}: holds GGUF files; give the path of one of them, such as {gguf[0]}")
         if "config.json" not in names:
             if "params.json" in names:
                 raise UnsupportedModelError(
@@ -136,9 +139,9 @@ class DirectorySource(Source):
                 tensors[tensor] = info
         for file in self._files.values():
             for tensor, info in file.tensors.items():
-                if tensor not in weight_map:
+                if weight_map.get(tensor) != file.name:
                     self._problems.append(
-                        Problem("error", f"{file.name}: holds {tensor} {list(info.shape)}, which {index} does not list")
+                        Problem("error", f"{file.name}: holds {tensor} {list(info.shape)}, which {index} does not say")
                     )
         return tensors
 

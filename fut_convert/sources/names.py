@@ -17,21 +17,6 @@ MODULE_PROJECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def layer_prefix(layer: int) -> str:
-    """Prefix of the tensors of one decoder layer, without the final dot."""
-    return f"model.layers.{layer}"
-
-
-def module_weights(layer: int, module: str) -> tuple[str, ...]:
-    """Names of the weights that make up `qkv`, `o`, `gate_up` or `down` of a layer, in stacking order."""
-    return tuple(f"{layer_prefix(layer)}.{p}.weight" for p in MODULE_PROJECTIONS[module])
-
-
-def module_biases(layer: int, module: str) -> tuple[str, ...]:
-    """Names of the biases of the same projections; whether they exist is `ModelSpec.module_bias`'s to say."""
-    return tuple(f"{layer_prefix(layer)}.{p}.bias" for p in MODULE_PROJECTIONS[module])
-
-
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of one decoder layer."""
     rows = {
@@ -43,7 +28,7 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": spec.intermediate_size,
         "mlp.down_proj": spec.hidden_size,
     }
-    prefix = layer_prefix(layer)
+    prefix = f"model.layers.{layer}"
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}.input_layernorm.weight": (spec.hidden_size,),
         f"{prefix}.post_attention_layernorm.weight": (spec.hidden_size,),

@@ -44,12 +44,7 @@ def rope_spec(config: Fields, max_position_embeddings: int) -> RopeSpec:
         return RopeSpec(theta=theta)
     if kind in ("linear", "dynamic"):
         return RopeSpec(type=kind, theta=theta, factor=_required(section, kind, "factor"))
-    # Phi-3's habit of keeping this value outside the section takes precedence, as in transformers.
-    original = (
-        config.optional_int("original_max_position_embeddings")
-        or section.optional_int("original_max_position_embeddings")
-        or max_position_embeddings
-    )
+    original = _original_length(config, section) or max_position_embeddings
     if kind == "llama3":
         low, high = _required(section, kind, "low_freq_factor"), _required(section, kind, "high_freq_factor")
         if low >= high:
@@ -98,6 +93,15 @@ def _required(section: Fields, kind: str, key: str) -> float:
     if value is None:
         raise CheckpointError(f"{section.where}: {key} is missing, which RoPE scaling {kind!r} needs")
     return value
+
+
+def _original_length(config: Fields, section: Fields) -> int | None:
+    """Length before scaling, which some configs keep beside the section; which one wins varies between versions."""
+    key = "original_max_position_embeddings"
+    outer, inner = config.optional_int(key), section.optional_int(key)
+    if outer is not None and inner is not None and outer != inner:
+        raise CheckpointError(f"{config.where}: {key} is {outer}, but {inner} in {section.where}; remove the wrong one")
+    return inner or outer
 
 
 def _zero_as_absent(section: Fields, key: str) -> float | None:
