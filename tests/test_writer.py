@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fut_runtime.artifact import writer as writer_module
 from fut_runtime.artifact.hashing import CHUNK_BYTES, RunningHash, hash_bytes, hash_file
 from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.reader import Artifact
@@ -175,7 +174,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(writer_module.os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(ArtifactError, match=r"the disk is full \(.* GB left\)"):
         write_artifact(tmp_path / "out", MANIFEST)
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fut_runtime.artifact.fields import check_positive
-from fut_runtime.artifact.fragment import NIBBLE_ORDERS, SCALE_ORDERS, TILE_COLS, TILE_ROWS
+from fut_runtime.artifact.orders import NIBBLE_ORDERS, SCALE_ORDERS, TILE_COLS, TILE_ROWS
 from fut_runtime.artifact.paths import check_foreign_name
 from fut_runtime.artifact.rows import ROW_ORDERS, check_row_order
 from fut_runtime.artifact.spec import MODULES, ModelSpec

@@ -1,119 +1,45 @@
-"""Fragment order: where in a 32-bit word, of which lane, each INT4 code of a matrix lies.
+"""Packs INT4 codes and scales into fragment order and back.
 
-This is the one module that knows. A matrix is cut into tiles of 16 rows (m16) by 64 columns; a tile is 32 lanes of
-four 32-bit words of eight nibbles, so that a lane fetches its share with one 16-byte load. Sizes are powers of two, so
-an order is a permutation of the ten bits that address a code inside its tile: `r3 r2 r1 r0` of the row and `k5 … k0` of
-the column become five bits of the lane, two of the word and three of the nibble.
-
-The A fragment of `mma.sync.m16n8k16` with 16-bit operands (PTX ISA, "Matrix fragments for mma.m16n8k16"): lane L with
-g = L >> 2 and c = L & 3 holds four 32-bit registers of two elements: register r is row g + 8·(r & 1), columns
-2c + 8·(r >> 1) and the next one, the lower column in the lower half.
+This module and `orders.py` are the only ones that know where a code lies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from fut_runtime.artifact.orders import (
+    COL_BITS,
+    DEFAULT_NIBBLE_ORDER,
+    DEFAULT_SCALE_ORDER,
+    LANES,
+    NIBBLE_ORDERS,
+    ROW_BITS,
+    SCALE_ORDERS,
+    TILE_COLS,
+    TILE_ROWS,
+    WORDS,
+    NibbleOrder,
+    nibble_order,
+    scale_rows,
+)
 from fut_runtime.errors import ArtifactError
 
-#: One INT4 tile: 16 output rows (m16 of the MMA) by 64 inputs, so that a lane's share is one 16-byte load.
-TILE_ROWS = 16
-TILE_COLS = 64
-LANES = 32
-WORDS = 4
-NIBBLES = 8
-_ROW_BITS = ("r3", "r2", "r1", "r0")
-_COL_BITS = ("k5", "k4", "k3", "k2", "k1", "k0")
+__all__ = [
+    "DEFAULT_NIBBLE_ORDER",
+    "DEFAULT_SCALE_ORDER",
+    "NIBBLE_ORDERS",
+    "SCALE_ORDERS",
+    "pack_codes",
+    "pack_scales",
+    "unpack_codes",
+    "unpack_scales",
+]
+
 #: Codes handled at once. On a CPU the intermediate copies stay in a core's cache, and each operation below PyTorch's
 #: threshold for starting threads: thousands of short parallel regions stall on a machine that is busy elsewhere.
 _CHUNK_CODES_CPU = 1 << 18
 _CHUNK_CODES_GPU = 1 << 27
-
-
-@dataclass(frozen=True)
-class NibbleOrder:
-    """An order of the codes inside a tile.
-
-    Attributes:
-        name: name and version, as in the manifest.
-        lane, word, nibble: the bits of row and column that form each index, most significant first.
-        purpose: which kernel arithmetic it serves.
-    """
-
-    name: str
-    lane: tuple[str, str, str, str, str]
-    word: tuple[str, str]
-    nibble: tuple[str, str, str]
-    purpose: str
-
-    @property
-    def bits(self) -> tuple[str, ...]:
-        """The ten address bits in stored order, most significant first."""
-        return (*self.lane, *self.word, *self.nibble)
-
-    @property
-    def has_octets(self) -> bool:
-        """Whether packing may treat eight adjacent codes of a row as one integer: nibble bits 1 and 0 are outside."""
-        return self.nibble[0] == "k0" and not {"k1", "k2"} & set(self.nibble)
-
-    def element(self, lane: int, word: int, nibble: int) -> tuple[int, int]:
-        """Row and column inside the 16x64 tile of the code that a nibble of a lane's word holds."""
-        position = (lane * WORDS + word) * NIBBLES + nibble
-        row = col = 0
-        for weight, bit in zip(range(9, -1, -1), self.bits, strict=True):
-            value = (position >> weight & 1) << int(bit[1])
-            if bit[0] == "r":
-                row |= value
-            else:
-                col |= value
-        return row, col
-
-
-DEFAULT_NIBBLE_ORDER = "mma_m16n8k16_a_pair/1"
-NIBBLE_ORDERS: dict[str, NibbleOrder] = {
-    order.name: order
-    for order in (
-        NibbleOrder(
-            name=DEFAULT_NIBBLE_ORDER,
-            lane=("r2", "r1", "r0", "k2", "k1"),
-            word=("k5", "k3"),
-            nibble=("k0", "r3", "k4"),
-            purpose="FP16 1024 + q and 1024 + 16q: masks 0x000f000f and 0x00f000f0 give the same register of two "
-            "neighbouring k16 tiles, and one shift by 8 serves both",
-        ),
-        NibbleOrder(
-            name="mma_m16n8k16_a/1",
-            lane=("r2", "r1", "r0", "k2", "k1"),
-            word=("k5", "k4"),
-            nibble=("k0", "k3", "r3"),
-            purpose="BF16 128 + q: word t is k16 tile t, its nibbles r and r + 4 are the halves of A register r",
-        ),
-        NibbleOrder(
-            name="linear/1",
-            lane=("r3", "r2", "r1", "r0", "k5"),
-            word=("k4", "k3"),
-            nibble=("k2", "k1", "k0"),
-            purpose="row-major nibbles of the tile, for other tools",
-        ),
-    )
-}
-
-DEFAULT_SCALE_ORDER = "tile16_pairs/1"
-#: Scale order name -> the row of the 16-row tile that each of the 16 positions holds.
-SCALE_ORDERS: dict[str, tuple[int, ...]] = {
-    DEFAULT_SCALE_ORDER: tuple(position // 2 + 8 * (position % 2) for position in range(TILE_ROWS)),
-}
-
-
-def nibble_order(name: str) -> NibbleOrder:
-    """Look up a nibble order by name; ArtifactError names the known ones."""
-    try:
-        return NIBBLE_ORDERS[name]
-    except KeyError:
-        raise ArtifactError(f"nibble order {name!r} is unknown; expected one of {sorted(NIBBLE_ORDERS)}") from None
 
 
 def _tiles_per_chunk(codes: Tensor) -> int:
@@ -187,7 +113,7 @@ def unpack_codes(words: Tensor, order: str = DEFAULT_NIBBLE_ORDER) -> Tensor:
 
 def _byte_axes(order: NibbleOrder) -> tuple[int, list[int]]:
     """The axis that tells the nibbles of a byte apart, and the permutation of the others into stored order."""
-    names = ["tile", *_ROW_BITS, "k_tile", *_COL_BITS]
+    names = ["tile", *ROW_BITS, "k_tile", *COL_BITS]
     split = names.index(order.bits[-1])
     del names[split]
     return split, [names.index(bit) for bit in ("tile", "k_tile", *order.bits[:-1])]
@@ -219,7 +145,7 @@ _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
 
 def _octet_axes(order: NibbleOrder) -> tuple[int, int, list[int]]:
     """Axes of nibble bits 0 and 1 (the second counted once the first is gone), and the permutation of words."""
-    names = ["tile", *_ROW_BITS, "k_tile", "k5", "k4", "k3", "k2", "k1"]
+    names = ["tile", *ROW_BITS, "k_tile", "k5", "k4", "k3", "k2", "k1"]
     low = names.index(order.nibble[2])
     del names[low]
     high = names.index(order.nibble[1])
@@ -266,13 +192,6 @@ def _unpack_octets(words: Tensor, codes: Tensor, order: NibbleOrder) -> None:
         torch.bitwise_and(joined >> 4, _LOW_NIBBLES, out=half[1])
 
 
-def _scale_rows(order: str) -> tuple[int, ...]:
-    try:
-        return SCALE_ORDERS[order]
-    except KeyError:
-        raise ArtifactError(f"scale order {order!r} is unknown; expected one of {sorted(SCALE_ORDERS)}") from None
-
-
 def pack_scales(scales: Tensor, order: str = DEFAULT_SCALE_ORDER) -> Tensor:
     """Bring group scales into the order in which a lane loads those of its two rows with one 32-bit load.
 
@@ -286,7 +205,7 @@ def pack_scales(scales: Tensor, order: str = DEFAULT_SCALE_ORDER) -> Tensor:
     Raises:
         ArtifactError: unknown order, or N not in whole tiles.
     """
-    rows = list(_scale_rows(order))
+    rows = list(scale_rows(order))
     if scales.dim() != 2 or scales.shape[0] % TILE_ROWS:
         raise ArtifactError(f"scales are {tuple(scales.shape)}, expected [N, K/g] with N a multiple of {TILE_ROWS}")
     return scales.reshape(-1, TILE_ROWS, scales.shape[1])[:, rows].transpose(1, 2).contiguous()
@@ -298,7 +217,7 @@ def unpack_scales(packed: Tensor, order: str = DEFAULT_SCALE_ORDER) -> Tensor:
     Raises:
         ArtifactError: unknown order or wrong shape.
     """
-    rows = list(_scale_rows(order))
+    rows = list(scale_rows(order))
     if packed.dim() != 3 or packed.shape[2] != TILE_ROWS:
         raise ArtifactError(f"packed scales are {tuple(packed.shape)}, expected [N/16, K/g, {TILE_ROWS}]")
     inverse = [rows.index(row) for row in range(TILE_ROWS)]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fut_runtime.artifact.checks import MATRIX_ALIGN
-from fut_runtime.artifact.fragment import TILE_COLS, TILE_ROWS
 from fut_runtime.artifact.manifest import Manifest, WeightSpec
+from fut_runtime.artifact.orders import TILE_COLS, TILE_ROWS
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 
 #: The four sites of a layer whose activation is quantised to E4M3, in the order of `activation_scale`.

@@ -8,9 +8,12 @@ accumulator rows r and r + 8 (`interleave8`, for INT4).
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fut_runtime.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Row order name -> rows of one half that stay together; 0 leaves the rows where they are.
 _BLOCKS: dict[str, int] = {"natural": 0, "interleave1": 1, "interleave8": 8}

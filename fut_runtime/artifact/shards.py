@@ -28,6 +28,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 #: Tensor data start at a multiple of this: the header is padded with spaces, which the format allows.
 DATA_ALIGN = 4096
+#: Default size limit of a shard: what every host of models accepts as one file.
+MAX_SHARD_BYTES = 5_000_000_000
 #: The limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
 

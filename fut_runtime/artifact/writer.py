@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
-import torch
 from torch import Tensor
 
 from fut_runtime.artifact.hashing import FileHash, FollowingHasher, hash_bytes
@@ -14,36 +12,10 @@ from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import FILES_FILE, INDEX_FILE, MANIFEST_FILE, MARKER_FILE, check_foreign_name, inside
 from fut_runtime.artifact.seal import files_text, marker_text
-from fut_runtime.artifact.shards import TORCH_DTYPES, Shard, TensorPlace, index_text, plan_shards
+from fut_runtime.artifact.shard_writer import OpenShard
+from fut_runtime.artifact.shards import MAX_SHARD_BYTES, TORCH_DTYPES, TensorPlace, index_text, plan_shards
 from fut_runtime.artifact.staging import StagingDirectory, os_errors, write_file
 from fut_runtime.errors import ArtifactError
-
-MAX_SHARD_BYTES = 5_000_000_000
-
-
-class OpenShard:
-    """A shard that is being written: its file, and how far it is written without a gap."""
-
-    def __init__(self, shard: Shard, directory: Path) -> None:
-        self.path = directory / shard.name
-        self.shard = shard
-        self.written: set[str] = set()
-        with os_errors(self.path, "cannot be created"):
-            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            _write_all(self.descriptor, memoryview(shard.header), 0)
-        self.front = len(shard.header)
-        self._next = 0
-
-    def write(self, place: TensorPlace, tensor: Tensor) -> None:
-        """Write one tensor's bytes and move the front."""
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        with os_errors(self.path, f"tensor {place.spec.name} ({place.spec.nbytes} bytes) cannot be written"):
-            _write_all(self.descriptor, raw.numpy().data, place.offset)
-        self.written.add(place.spec.name)
-        while self._next < len(self.shard.tensors) and self.shard.tensors[self._next].spec.name in self.written:
-            after = self.shard.tensors[self._next]
-            self.front = after.offset + after.spec.nbytes
-            self._next += 1
 
 
 class ArtifactWriter:
@@ -211,12 +183,4 @@ class ArtifactWriter:
 
     def _close(self) -> None:
         for shard in self._shards:
-            if shard.descriptor >= 0:
-                os.close(shard.descriptor)
-                shard.descriptor = -1
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data[: 1 << 30], offset)
-        data, offset = data[count:], offset + count
+            shard.close()

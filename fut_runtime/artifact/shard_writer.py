@@ -1,0 +1,49 @@
+"""Writes one safetensors file whose tensors arrive in any order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fut_runtime.artifact.shards import Shard, TensorPlace
+from fut_runtime.artifact.staging import os_errors
+
+
+class OpenShard:
+    """A shard that is being written: its file, and how far it is written without a gap."""
+
+    def __init__(self, shard: Shard, directory: Path) -> None:
+        self.path = directory / shard.name
+        self.shard = shard
+        self.written: set[str] = set()
+        with os_errors(self.path, "cannot be created"):
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            _write_all(self.descriptor, memoryview(shard.header), 0)
+        self.front = len(shard.header)
+        self._next = 0
+
+    def write(self, place: TensorPlace, tensor: Tensor) -> None:
+        """Write one tensor's bytes and move the front."""
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        with os_errors(self.path, f"tensor {place.spec.name} ({place.spec.nbytes} bytes) cannot be written"):
+            _write_all(self.descriptor, raw.numpy().data, place.offset)
+        self.written.add(place.spec.name)
+        while self._next < len(self.shard.tensors) and self.shard.tensors[self._next].spec.name in self.written:
+            after = self.shard.tensors[self._next]
+            self.front = after.offset + after.spec.nbytes
+            self._next += 1
+
+    def close(self) -> None:
+        """Close the file; does nothing the second time."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data[: 1 << 30], offset)
+        data, offset = data[count:], offset + count
