@@ -145,7 +145,7 @@ class _Fetch:
         try:
             return request()
         except LocalEntryNotFoundError as error:
-            raise self._not_cached() from error
+            raise HubError(self._not_cached(error)) from error
         except EntryNotFoundError:
             raise
         except Exception as error:
@@ -154,13 +154,15 @@ class _Fetch:
                 raise
             raise HubError(message) from error
 
-    def _not_cached(self) -> HubError:
+    def _not_cached(self, error: LocalEntryNotFoundError) -> str:
+        """The Hub's client looks into its cache when a request fails, and complains of the cache in the end."""
         if constants.HF_HUB_OFFLINE:
-            return HubError(
+            return (
                 f"{self._model}: HF_HUB_OFFLINE is set and revision {self._revision} is not in the cache; "
                 "unset it once to download the model"
             )
-        return HubError(self._unreachable())
+        cause = error.__cause__
+        return (self._explain(cause) if isinstance(cause, Exception) else None) or self._unreachable()
 
     def _unreachable(self) -> str:
         return (
