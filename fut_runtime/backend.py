@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from fut_runtime.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fut_runtime.artifact.reader import Artifact
     from fut_runtime.artifact.spec import ModelSpec
 
 
@@ -21,12 +27,7 @@ class Backend(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """Architecture of the loaded model."""
-        ...
-
-    @property
-    def vocab(self) -> int:
-        """Number of logits a row, V."""
+        """Architecture of the loaded model; its `vocab_size` is V, the number of logits a row."""
         ...
 
     @property
@@ -73,6 +74,92 @@ class Backend(Protocol):
 class ReportsActivations(Protocol):
     """A backend that exposes the E4M3 activation scales it uses and how often a conversion saturated."""
 
-    def activation_report(self) -> Sequence[Mapping[str, Any]]:
-        """One entry a site: `layer` (int), `site` (str), `scale` (float), `saturated` and `elements` (int)."""
+    def activation_report(self) -> Mapping[str, object]:
+        """Scales in force and saturation so far.
+
+        Keys: `scale_mode`, `sites` (names, in the order of the inner lists), and lists [layers][sites] under
+        `initial_scale`, `scale`, `saturated` and `elements`; `ignored_maxima` counts maxima that were not finite.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether a backend works on this machine; `detail` says with what, or why not."""
+
+    name: str
+    available: bool
+    detail: str
+
+
+#: Backends in order of preference. Each module has `load(artifact, *, device=…, **options) -> Backend`.
+_MODULES = {"cuda": "fut_runtime.cuda.backend", "reference": "fut_runtime.reference.backend"}
+BACKENDS: tuple[str, ...] = tuple(_MODULES)
+
+
+def available_backends() -> list[BackendStatus]:
+    """Every backend this version knows, in order of preference, and whether it works here."""
+    return [_cuda_status(), _reference_status()]
+
+
+def load_backend(artifact: Artifact, name: str = "auto", *, device: str | None = None, **options: object) -> Backend:
+    """Load an artifact into a backend.
+
+    Args:
+        artifact: an open artifact.
+        name: `auto` (the first that works here), `cuda` or `reference`.
+        device: torch device; None lets the backend's status decide (a CUDA card where there is one).
+        **options: modes that the backend understands; None leaves the choice to the backend.
+
+    Raises:
+        UnsupportedError: no such backend, or it does not work here; the message says why.
+    """
+    statuses = {status.name: status for status in available_backends()}
+    if name == "auto":
+        name = next((s.name for s in statuses.values() if s.available), "reference")
+    if name not in statuses:
+        raise UnsupportedError(f"backend is {name!r}, expected auto, {' or '.join(statuses)}")
+    if not statuses[name].available:
+        raise UnsupportedError(f"the {name} backend does not work here: {statuses[name].detail}")
+    given = {key: value for key, value in options.items() if value is not None}
+    backend: Backend = import_module(_MODULES[name]).load(artifact, device=device or _default_device(), **given)
+    return backend
+
+
+def _cuda_status() -> BackendStatus:
+    import torch
+
+    reasons = []
+    if torch.version.cuda is None:
+        reasons.append(f"PyTorch {torch.__version__} is built without CUDA")
+    elif not torch.cuda.is_available():
+        reasons.append("PyTorch sees no CUDA device")
+    elif (capability := torch.cuda.get_device_capability()) != (9, 0):
+        card = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
+        reasons.append(f"the kernels need a Hopper card (compute capability 9.0), this is {card}")
+    if not _exists(_MODULES["cuda"]):
+        reasons.append("this build has no CUDA library")
+    detail = "; ".join(reasons) or torch.cuda.get_device_name()
+    return BackendStatus("cuda", not reasons, detail)
+
+
+def _reference_status() -> BackendStatus:
+    import torch
+
+    if not _exists(_MODULES["reference"]):
+        return BackendStatus("reference", False, "this build has no reference backend")
+    where = torch.cuda.get_device_name() if _default_device() == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return BackendStatus("reference", True, f"PyTorch {torch.__version__}, {where}")
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing too
+        return False

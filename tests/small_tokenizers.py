@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fut_runtime.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
+
+from fut_runtime.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -38,7 +39,7 @@ def sentencepiece_raw(*, bos: bool = True) -> RawTokenizer:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):
         vocab[f"<0x{byte:02X}>"] = len(vocab)
-    for piece in ("▁", "▁▁", "h", "e", "l", "o", "w", "r", "d", "a", "é", "�", ".", "he", "ll", "hell", "hello", "▁hello"):
+    for piece in (*"▁helowrdaé�.", "▁▁", "he", "ll", "hell", "hello", "▁hello"):
         vocab[piece] = len(vocab)
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello"), ("▁", "▁")]
     raw = RawTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fut_runtime.chat import ChatTemplate, ChatTemplateError
 from small_tokenizers import CHATML, byte_level_raw
 
@@ -40,7 +41,8 @@ TEMPLATES = {
         "{% set ns.seen = true %}{% endif %}{% endfor %}\n"
         "{{ ns.last }} {{ tools | tojson(indent=2) if tools else 'no tools' }}\n"
         "{% for m in messages if m.role != 'system' %}\n"
-        "  {% if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ show(c) }}{% endfor %}{% continue %}{% endif %}\n"
+        "  {% if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ show(c) }}{% endfor %}"
+        "{% continue %}{% endif %}\n"
         "  {{ m.content.strip().split(' ')[0] | upper }}{{ loop.length }}{{ ',' if not loop.last }}\n"
         "{% endfor %}\n"
         "{% for k, v in messages[0].items() %}{{ k }}={{ v | length }};{% endfor %}{{ undefined_name }}"
@@ -53,7 +55,7 @@ TEMPLATES = {
         "{% set parts %}{% for m in messages %}{{ m.content | replace('i', '1') }}|{% endfor %}{% endset %}"
         "{{ parts }}{{ ['a', 'b'] | join('-') }}{{ '%s=%d' % ('n', 3) }}{{ 'x' * 3 }}{{ 'ab'.replace('a', 'c') }}"
         "{{ '-'.join(['p', 'q']) }}{{ 'a\nb' | indent(2) }}{{ 2 ** 5 }}{{ range(3) | list }}{{ 'é' | tojson }}"
-        "{{ {'a': 1}['a'] + 1 }}{{ messages | map(attribute='role') | unique | list }}{{ dict(a=1) }}{{ none }}{{ 1.5 }}"
+        "{{ {'a': 1}['a'] + 1 }}{{ messages | map(attribute='role') | unique | list }}{{ dict(a=1) }}{{ none }}"
     ),
 }
 
@@ -153,34 +155,32 @@ def test_a_template_cannot_reach_python(source: str) -> None:
     assert messages == USER
 
 
+def grow(step: str, s: str = "'x'") -> str:
+    """A template that repeats `step` on a namespace n."""
+    return "{% set n = namespace(s=" + s + ", t=" + s + ") %}{% for i in range(99) %}" + step + "{% endfor %}"
+
+
 BOMBS = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
     "literal output": "{% set t %}{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
     "constant": "{{ 'x' * 9999999999 }}",
     "constant filter": "{{ 'x' | center(9999999999) }}",
-    "doubling": "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "doubling by plus": "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "doubling by join": "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] | join %}"
-    "{% endfor %}",
-    "doubling by join method": "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s.join(['a'] * 9) %}"
-    "{% endfor %}",
-    "doubling by replace": "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s.replace('x', 'xx') %}"
-    "{% endfor %}",
-    "doubling by capture": "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set t %}{{ n.s }}{{ n.s }}{% endset %}"
-    "{% set n.s = t %}{% endfor %}",
+    "doubling": grow("{% set n.s = n.s ~ n.s %}"),
+    "doubling by plus": grow("{% set n.s = n.s + n.s %}"),
+    "doubling by join": grow("{% set n.s = [n.s, n.s] | join %}"),
+    "doubling by join method": grow("{% set n.s = n.s.join(['a'] * 9) %}"),
+    "doubling by replace": grow("{% set n.s = n.s.replace('x', 'xx') %}"),
+    "doubling by capture": grow("{% set t %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = t %}"),
     "doubling by macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
-    "doubling lists": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "shared lists": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
-    "shared lists in a namespace": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}"
-    "{% endfor %}{{ n }}",
-    "shared lists compared": "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}"
-    "{% set n.t = [n.t, n.t] %}{% endfor %}{{ n.s == n.t }}",
-    "shared lists as JSON": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
-    "{{ n.s | tojson }}",
+    "doubling lists": grow("{% set n.s = n.s + n.s %}", s="[1]"),
+    "shared lists": grow("{% set n.s = [n.s, n.s] %}", s="[1]") + "{{ n.s }}",
+    "shared lists in a namespace": grow("{% set n.s = [n.s, n.s] %}", s="[1]") + "{{ n }}",
+    "shared lists compared": grow("{% set n.s = [n.s, n.s] %}{% set n.t = [n.t, n.t] %}", s="[1]") + "{{ n.s == n.t }}",
+    "shared lists as JSON": grow("{% set n.s = [n.s, n.s] %}", s="[1]") + "{{ n.s | tojson }}",
     "range": "{{ range(999999999) | list }}",
     "power": "{{ 9 ** 9999999 }}",
-    "repeated squaring": "{% set n = namespace(s=9) %}{% for i in range(99) %}{% set n.s = n.s * n.s %}{% endfor %}",
+    "repeated squaring": grow("{% set n.s = n.s * n.s %}", s="9"),
     "padding": "{{ 'x'.ljust(9999999999) }}",
     "percent width": "{{ '%9999999999d' % 1 }}",
     "percent star": "{{ '%*d' % (9999999999, 1) }}",
@@ -195,8 +195,7 @@ BOMBS = {
     "deep macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "deep source": "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
     "long sum": "{{ 1" + " + 1" * 99999 + " }}",
-    "slow loop": "{% set r = range(99999) | list %}{% for a in r %}{% for b in r %}{% if b in r %}{% endif %}{% endfor %}"
-    "{% endfor %}",
+    "slow loop": "{% set r = range(99999) | list %}{% for a in r %}{% if -1 in r %}{% endif %}{% endfor %}",
 }
 
 

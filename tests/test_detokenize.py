@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fut_runtime.detokenize import StopStrings
-from fut_runtime.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizers import byte_level, byte_level_raw, sentencepiece
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
+
+from fut_runtime.detokenize import StopStrings
+from fut_runtime.tokenizer import Tokenizer
+from small_tokenizers import byte_level, byte_level_raw, sentencepiece
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
 
@@ -154,7 +156,7 @@ def feed(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, str | None]:
 )
 def test_stop_strings_do_not_depend_on_how_text_is_cut(stops: list[str], text: str, cuts: list[int]) -> None:
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
-    parts = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [text[a:b] for a, b in pairwise(edges)]
     ends = [(text.index(s) + len(s), -len(s), s) for s in stops if s in text]
     expected = (text[: min(ends)[0] + min(ends)[1]], min(ends)[2]) if ends else (text, None)
     assert feed(stops, parts) == feed(stops, list(text)) == expected

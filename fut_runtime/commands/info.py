@@ -1,0 +1,217 @@
+"""`fut-run info`: which backends work here, what an artifact holds, and how its activation scales fare."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fut_runtime import __version__
+from fut_runtime.errors import FutError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fut_runtime.artifact.reader import Artifact
+
+#: Tokens of a probe text that are read: enough for every site to settle.
+_PROBE_TOKENS = 2048
+
+
+@click.command()
+@click.argument("model", metavar="[OUT]", required=False)
+@click.option("--revision", metavar="REV", help="Branch, tag or commit, where OUT is a Hub id.")
+@click.option(
+    "--probe",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help=f"Read up to {_PROBE_TOKENS} tokens of a text and report activation scales and saturated elements.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info(model: str | None, revision: str | None, probe: Path | None, as_json: bool) -> None:
+    """Show which backends work on this machine, and what the artifact OUT holds.
+
+    \b
+    Examples:
+      fut-run info
+      fut-run info OUT
+      fut-run info OUT --probe README.md
+    """
+    if probe is not None and model is None:
+        raise click.UsageError("--probe needs an artifact to read the text with")
+    result = {**_machine(), **({} if model is None else _describe(model, revision, probe))}
+    if as_json:
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        _print(result)
+
+
+def _machine() -> dict[str, Any]:
+    from fut_runtime.backend import available_backends
+
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "backends": [
+            {"name": b.name, "available": b.available, "detail": b.detail} for b in available_backends()
+        ],
+    }  # fmt: skip
+
+
+def _describe(model: str, revision: str | None, probe: Path | None) -> dict[str, Any]:
+    from fut_runtime.artifact.reader import Artifact
+    from fut_runtime.resolve import resolve_artifact
+
+    path = resolve_artifact(model, revision)
+    artifact = Artifact.open(path)
+    result = {"artifact": _artifact_facts(artifact, path), "tokenizer": _tokenizer_facts(path)}
+    if probe is not None:
+        result["activations"] = _probe(path, probe)
+    return result
+
+
+def _artifact_facts(artifact: Artifact, path: Path) -> dict[str, Any]:
+    from fut_runtime.artifact.spec import MODULES
+
+    manifest = artifact.manifest
+    spec = manifest.model
+    weights = {
+        module: {
+            name: {k: v for k in ("group_size", "gain", "method", "scale_method") if (v := getattr(weight, k))}
+            for name, weight in manifest.weights[f"layers.0.{module}"].items()
+        }
+        for module in MODULES
+    }
+    return {
+        "path": str(path),
+        "source": manifest.source,
+        "architecture": spec.architecture,
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocabulary": spec.vocab_size,
+        "context_tokens": spec.max_position_embeddings,
+        "rope": spec.rope.type,
+        "eos_token_ids": list(spec.eos_token_ids),
+        "weights": weights,
+        "head": manifest.head if "head" in manifest.weights else f"{manifest.head}, the embedding",
+        "kv_cache_bits": manifest.kv_cache.bits,
+        "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        "activation_scales": _scale_facts(artifact),
+    }
+
+
+def _scale_facts(artifact: Artifact) -> dict[str, Any]:
+    """Range of the initial activation scales over the layers, a site at a time."""
+    import torch
+
+    from fut_runtime.artifact.layout import SITES
+
+    manifest = artifact.manifest
+    scales = torch.stack([artifact.tensor(f"layers.{i}.activation_scale") for i in range(manifest.model.num_layers)])
+    sites = {
+        site: {"min": column.min().item(), "median": column.median().item(), "max": column.max().item()}
+        for site, column in zip(SITES, scales.T, strict=True)
+    }
+    return {"calibrated": manifest.activation.calibrated, "margin": manifest.activation.margin, "sites": sites}
+
+
+def _tokenizer_facts(path: Path) -> dict[str, Any] | None:
+    from fut_runtime.tokenizer import Tokenizer
+
+    if not (path / "tokenizer.json").is_file():
+        return None
+    tokenizer = Tokenizer.from_directory(path)
+    return {
+        "tokens": tokenizer.vocab_size,
+        "bos_token": tokenizer.special_tokens.get("bos_token"),
+        "eos_token": tokenizer.special_tokens.get("eos_token"),
+        "chat_template": tokenizer.chat_template is not None,
+    }
+
+
+def _probe(path: Path, text: Path) -> dict[str, Any]:
+    """Prefill a text, and what the backend then says about its activations."""
+    from fut_runtime.backend import ReportsActivations
+    from fut_runtime.engine import Engine
+    from fut_runtime.sampling import SamplingParams
+
+    with Engine(path) as engine:
+        if not isinstance(engine.backend, ReportsActivations):
+            raise FutError("this backend does not report activation scales")
+        try:
+            ids = engine.encode(text.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise FutError(f"{text}: byte {error.start} is not UTF-8") from error
+        ids = ids[: min(_PROBE_TOKENS, engine.backend.max_context_tokens - 1)]
+        engine.generate([ids], SamplingParams(max_new_tokens=1))
+        return {"text": text.name, "tokens": len(ids), **engine.backend.activation_report()}
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"fut-run {result['version']}, Python {result['python']}\n")
+    table = Table("backend", "works here", "with, or why not", box=None, pad_edge=False)
+    for backend in result["backends"]:
+        table.add_row(backend["name"], "yes" if backend["available"] else "no", backend["detail"])
+    console.print(table)
+    if "artifact" in result:
+        _print_artifact(console, result["artifact"], result["tokenizer"])
+    if "activations" in result:
+        _print_activations(console, result["activations"])
+
+
+def _print_artifact(console: Console, facts: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    source = facts["source"]
+    commit = source.get("commit") or source.get("revision")
+    heads = f"{facts['heads']} heads over {facts['kv_heads']} KV heads of {facts['head_dim']}"
+    scales = facts["activation_scales"]
+    template = "none: fut-run continues plain text"
+    rows = {
+        "artifact": f"{facts['path']}, {facts['bytes'] / 1e6:.1f} MB",
+        "source": f"{source.get('id', 'unknown')}" + (f" at {commit}" if commit else ""),
+        "model": f"{facts['architecture']}, {facts['layers']} layers, hidden size {facts['hidden_size']}, {heads}",
+        "context": f"{facts['context_tokens']} tokens, rope {facts['rope']}",
+        "vocabulary": f"{facts['vocabulary']}, ends at {', '.join(map(str, facts['eos_token_ids'])) or 'no token'}",
+        "head": facts["head"],
+        "KV cache": f"{facts['kv_cache_bits']} bits",
+        "activations": "calibrated" if scales["calibrated"] else "not calibrated: conservative scales",
+        "chat template": "yes" if tokenizer and tokenizer["chat_template"] else template,
+    }
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
+    console.print()
+    console.print(table)
+    weights = Table("weights", "formats (layer 0)", "E4M3 scale: min", "median", "max", box=None, pad_edge=False)
+    for module, formats in facts["weights"].items():
+        site = scales["sites"][module]
+        listed = "; ".join(" ".join([name, *(f"{k}={v}" for k, v in each.items())]) for name, each in formats.items())
+        weights.add_row(module, escape(listed), *(f"{site[k]:.3g}" for k in ("min", "median", "max")))
+    console.print()
+    console.print(weights)
+
+
+def _print_activations(console: Console, report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    console.print(f"\nafter {report['tokens']} tokens of {report['text']}, scale mode {report['scale_mode']}:")
+    table = Table("site", "scale: largest", "saturated", "of elements", "in layers", box=None, pad_edge=False)
+    for column, site in enumerate(report["sites"]):
+        saturated = [layer[column] for layer in report["saturated"]]
+        total = sum(layer[column] for layer in report["elements"])
+        where = ", ".join(str(i) for i, count in enumerate(saturated) if count) or "none"
+        largest = max(layer[column] for layer in report["scale"])
+        table.add_row(site, f"{largest:.3g}", str(sum(saturated)), str(total), where)
+    console.print(table)
