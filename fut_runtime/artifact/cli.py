@@ -139,8 +139,8 @@ def export_command(artifact: Path, out: Path, weight_format: str | None, dtype: 
         )
     for name, columns in result.zero_gains.items():
         click.echo(
-            f"note: {name}: its norm has {columns} gains of exactly zero; the weights behind them cannot be recovered "
-            "and are zero in the export, which computes the same",
+            f"note: {name}: gains of its norm that are exactly zero: {columns}. The weights that they multiply "
+            "cannot be recovered; they are zero in the export, which computes the same",
             err=True,
         )
     click.echo(f"exported {result.weight_format} weights as {dtype} to {result.path} ({size_text(result.nbytes)})")
