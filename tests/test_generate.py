@@ -203,7 +203,7 @@ def test_caches_are_freed_when_something_fails(when: int, monkeypatch: pytest.Mo
         return torch.full((VOCAB,), float("nan") if calls == when else 0.0)
 
     monkeypatch.setattr(backend, "_append", bad_logits)
-    with pytest.raises(SamplingError, match="prompt 0, token .* not finite"):
+    with pytest.raises(SamplingError, match=r"prompt 0, token .* not finite"):
         engine(backend).generate([[1], [2]] if when == 3 else [[1]])
     assert backend.open == {}
 
