@@ -65,7 +65,8 @@ def rope_scaling(
         value = metadata.get(prefix + key, neutral)
         if value != neutral:
             raise UnsupportedModelError(
-                f"{where}: {prefix}{key} is {shortest_decimal(value)}, which has no exact counterpart; convert the original checkpoint"
+                f"{where}: {prefix}{key} is {shortest_decimal(value)}, which has no exact counterpart; "
+                "convert the original checkpoint"
             )
     section = {
         "rope_type": "yarn",

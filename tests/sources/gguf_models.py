@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from tokenizers import Tokenizer, models, normalizers, trainers
 
+from fut_convert.sources.gguf_tokenizer import tokenizer_files
 from synthetic_checkpoint import CHAT_TEMPLATE, CheckpointShape, random_tensor, tokenizer_json
 
 NAMES = {
@@ -29,6 +31,11 @@ NAMES = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog, and the other foxes, browner still, jumped over others; "
+    "there they were, the thinnest of things, thinking this through: whether weather withers the heather."
+)
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -84,6 +91,38 @@ def byte_level_metadata(vocab_size: int = 384, pre: str = "gpt-2") -> dict[str, 
         "tokenizer.ggml.padding_token_id": 2,
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
+
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog, and the other foxes, browner still, jumped over others; "
+    "there they were, the thinnest of things, thinking this through: whether weather withers the heather."
+)
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """Llama 2's layout: three specials, 256 bytes, merged pieces by falling score, then single characters."""
+    trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False)
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.train_from_iterator([f"▁{CORPUS}"], trainer)
+    pieces = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
+    merged = [piece for piece in pieces if len(piece) > 1]
+    characters = [piece for piece in pieces if len(piece) == 1]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *merged, *characters]
+    count = len(merged) + len(characters)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(count)],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * count,
+        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
+    }
+
+
+def rebuild(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer our reader makes of this metadata, and its tokenizer_config.json."""
+    files = tokenizer_files(metadata, 2048, "some.gguf")
+    return Tokenizer.from_str(files["tokenizer.json"].decode()), json.loads(files["tokenizer_config.json"])
 
 
 def model_metadata(shape: CheckpointShape) -> dict[str, Any]:
