@@ -101,7 +101,8 @@ def layer_tensors(manifest: Manifest, layer: int) -> Iterator[TensorSpec]:
         name = f"{prefix}.{module}"
         if model.module_bias(module):
             yield TensorSpec(f"{name}.bias", "F32", (model.module_shape(module)[0],))
-        for spec in manifest.weights[name].values():
+        # Sorted, as the manifest's JSON is: the order of the files must not depend on how the manifest came about.
+        for _, spec in sorted(manifest.weights[name].items()):
             yield from weight_tensors(name, spec)
 
 
