@@ -107,6 +107,17 @@ def test_more_codes_than_one_chunk() -> None:
         assert torch.equal(unpack_codes(words, order), codes)
 
 
+@pytest.mark.gpu
+def test_a_gpu_packs_the_same() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    codes = torch.from_numpy(random_codes(64, 640))
+    for order in NIBBLE_ORDERS:
+        words = pack_codes(codes.cuda(), order)
+        assert torch.equal(words.cpu(), pack_codes(codes, order))
+        assert torch.equal(unpack_codes(words, order).cpu(), codes)
+
+
 def test_strided_input_packs_as_its_copy() -> None:
     codes = torch.from_numpy(random_codes(64, 32)).t()
     assert torch.equal(pack_codes(codes), pack_codes(codes.contiguous()))

@@ -156,3 +156,15 @@ def test_what_json_cannot_hold_is_refused_on_writing() -> None:
         replace(make_manifest(), recipe={"x": float("nan")}).to_json()
     with pytest.raises(ArtifactError, match="JSON"):
         replace(make_manifest(), recipe={"x": object()}).to_json()
+    with pytest.raises(ArtifactError, match="JSON"):
+        replace(make_manifest(), recipe={"x": "\ud800"}).to_json()
+
+
+def test_halves_of_surrogate_pairs_and_terminal_codes() -> None:
+    with pytest.raises(ArtifactError, match="not valid JSON"):
+        Manifest.from_json(TEXT.replace('"tiny"', '"\\ud83d"'))
+    whole = Manifest.from_json(TEXT.replace('"tiny"', '"\\ud83d\\ude00"'))
+    assert whole.source["id"] == "\U0001f600"
+    with pytest.raises(ArtifactError) as caught:
+        Manifest.from_json(TEXT.replace('"layers.1.qkv"', '"\\u001b[31m"'))
+    assert "\x1b" not in str(caught.value)

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fut_runtime.artifact.fragment import NIBBLE_ORDERS, pack_codes, pack_scales
-from fut_runtime.artifact.hashing import hash_bytes
+from fut_runtime.artifact.hashing import CHUNK_BYTES, hash_bytes
 from fut_runtime.artifact.manifest import FORMAT_VERSION
 from fut_runtime.artifact.paths import FILES_FILE, INDEX_FILE, MANIFEST_FILE, MARKER_FILE
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.rows import to_stored_rows
-from fut_runtime.artifact.seal import marker_text
+from fut_runtime.artifact.seal import marker_text, read_files
 from fut_runtime.errors import ArtifactError, UnsupportedError
+from test_manifest import json_values
 from tiny_artifact import MODEL, make_manifest, random_tensors, weight_spec, write_artifact
 
 SHARD = "model-00001-of-00001.safetensors"
@@ -156,6 +159,20 @@ def traversal(root: Path) -> None:
     path = root / FILES_FILE
     path.write_text(path.read_text().replace('"tokenizer.json"', '"../tokenizer.json"'))
     reseal(root)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["size", "sha256", "chunks", "x"]), json_values)
+    | st.fixed_dictionaries({"size": json_values, "sha256": json_values, "chunks": json_values})
+    | json_values,
+    st.text(max_size=8),
+)
+def test_any_list_of_files_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, entry: Any, name: str) -> None:
+    root = tmp_path_factory.getbasetemp()
+    files = {"format": "futransformer", "format_version": 1, "chunk_bytes": CHUNK_BYTES, "files": {name: entry}}
+    (root / FILES_FILE).write_text(json.dumps(files))
+    with pytest.raises(ArtifactError):
+        read_files(root, None)
 
 
 @pytest.mark.parametrize(

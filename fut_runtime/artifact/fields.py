@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fut_runtime.artifact.json_text import shown
 from fut_runtime.errors import ArtifactError
 
 #: JSON has no integer limit; nothing in an artifact is larger.
@@ -55,7 +56,7 @@ def _read(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise ArtifactError(f"{where}: found {_shown(value)}, expected an object")
         item_hint = get_args(hint)[1]
-        return value if item_hint is Any else {k: _read(v, item_hint, f"{where}.{k}") for k, v in value.items()}
+        return value if item_hint is Any else {k: _read(v, item_hint, f"{where}.{shown(k)}") for k, v in value.items()}
     if hint is float and type(value) in (int, float) and abs(value) < 1e300:
         return float(value)
     if hint is int and type(value) is int and abs(value) < _MAX_INT:

@@ -16,8 +16,8 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
         where: file name for messages.
 
     Raises:
-        ArtifactError: not UTF-8, not JSON, nested too deeply, not an object, a key given twice, or NaN and infinities,
-            which Python would accept but other readers do not.
+        ArtifactError: not UTF-8, not JSON, nested too deeply, not an object, a key given twice, or NaN, infinities and
+            halves of surrogate pairs, which Python would accept but other readers do not.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -35,11 +35,19 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
         if isinstance(text, bytes):
             text = text.decode()
         data = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        if "\\ud" in text.lower():
+            # Half a surrogate pair parses, but no text that holds it can be printed or written again.
+            json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{where}: not valid JSON ({error}); the file is damaged") from error
     if not isinstance(data, dict):
         raise ArtifactError(f"{where}: holds a JSON {type(data).__name__}, expected an object")
     return data
+
+
+def shown(name: str) -> str:
+    """A name from a file as it may stand in a message: quoted and escaped where it would disturb a terminal."""
+    return name if name.isprintable() else repr(name)
 
 
 def canonical(data: Any) -> str:

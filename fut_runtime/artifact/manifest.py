@@ -8,7 +8,7 @@ from typing import Any
 
 from fut_runtime.artifact.checks import check_manifest
 from fut_runtime.artifact.fields import read_fields
-from fut_runtime.artifact.json_text import canonical, parse_object
+from fut_runtime.artifact.json_text import canonical, parse_object, shown
 from fut_runtime.artifact.spec import ModelSpec
 from fut_runtime.errors import ArtifactError
 
@@ -101,7 +101,9 @@ class Manifest:
         data["side_files"] = list(self.side_files)
         data["format"] = FORMAT_NAME
         try:
-            return canonical(data)
+            text = canonical(data)
+            text.encode()
+            return text
         except (TypeError, ValueError) as error:
             raise ArtifactError(f"fut_config.json: the manifest cannot be written as JSON ({error})") from error
 
@@ -149,9 +151,11 @@ def _read_weights(data: dict[str, Any], where: str) -> dict[str, dict[str, Weigh
     weights: dict[str, dict[str, WeightSpec]] = {}
     for name, formats in data.items():
         if not isinstance(formats, Mapping):
-            raise ArtifactError(f"{where}: weights.{name} is {type(formats).__name__}, expected an object")
+            raise ArtifactError(f"{where}: weights.{shown(name)} is {type(formats).__name__}, expected an object")
         weights[name] = {
-            weight_format: WeightSpec(**read_fields(WeightSpec, entry, f"{where}: weights.{name}.{weight_format}"))
+            weight_format: WeightSpec(
+                **read_fields(WeightSpec, entry, f"{where}: weights.{shown(name)}.{shown(weight_format)}")
+            )
             for weight_format, entry in formats.items()
         }
     return weights

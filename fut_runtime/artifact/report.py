@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from fut_runtime.artifact.inspect import format_totals, tensor_rows
+from fut_runtime.artifact.json_text import shown
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.verify import VerifyReport
 
@@ -67,7 +68,7 @@ def print_summary(artifact: Artifact, *, every: bool) -> None:
     """Print model, tensors and totals of an artifact."""
     console = _console()
     manifest, model = artifact.manifest, artifact.manifest.model
-    source = " ".join(f"{key}={value}" for key, value in manifest.source.items())
+    source = " ".join(f"{shown(key)}={shown(str(value))}" for key, value in manifest.source.items())
     cache = f"{manifest.kv_cache.bits} bit" + (", rotated" if manifest.kv_cache.rotation else "")
     lines = {
         "artifact": f"{artifact.path} (format {manifest.format_version})",
