@@ -135,7 +135,6 @@ def _solve_llama3(
     if slope <= 0 or offset <= 0:
         return []
     high = 1 + 1 / offset
-    rounded = round(high * 4) / 4
-    if abs(high - rounded) < 1e-2:
-        high = rounded
-    return [(1.0, high, float(round(slope * (high - 1))))]
+    # Round parameters first: the fit recovers them from float32 values, a little off.
+    candidates = (round(high * 4) / 4, high)
+    return [(1.0, h, float(round(slope * (h - 1)))) for h in candidates if h > 1]

@@ -72,11 +72,9 @@ def test_llama3_factors_are_those_of_transformers() -> None:
 @given(st.floats(2, 64), st.floats(2, 16), st.integers(64, 16384), st.sampled_from([1e4, 1e5, 5e5, 1e6]))
 def test_recovered_scaling_has_the_same_factors(factor: float, high: float, original: int, theta: float) -> None:
     factors = [float(np.float32(f)) for f in llama3_factors(factor, 1.0, high, original, theta, 128)]
-    try:
-        found = llama3_scaling(factors, theta, 128, "x")
-    except UnsupportedModelError:
-        # A ramp that meets fewer than two frequencies, or parameters that are not round, may be refused.
-        return
+    if sum(1 < f < max(factors) for f in factors) < 2:
+        return  # the ramp meets too few frequencies to be told
+    found = llama3_scaling(factors, theta, 128, "x")
     again = llama3_factors(
         found["factor"], found["low_freq_factor"], found["high_freq_factor"],
         found["original_max_position_embeddings"], theta, 128,
