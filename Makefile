@@ -57,6 +57,25 @@ $(MODEL): | $(VENV)/.stamp-venv
 .PHONY: model
 model: $(MODEL)  ## download the small real model that the demo and the tests use
 
+# ---------------------------------------------------------------- the demo
+DEMO_OUT := demo-out
+DEMO_ARTIFACT := $(DEMO_OUT)/smollm2
+HELDOUT := fut_convert/data/heldout.txt
+DEMO_QUESTION := Why does bread rise? Answer in two sentences.
+
+# Prints what comes next and the command itself, as one would type it, then runs it.
+show = @printf '\n\033[1m%s\033[0m\n$$ %s\n' "$(1)" "$(2)"; $(BIN)/$(2)
+
+.PHONY: demo
+demo: $(VENV)/.stamp-run $(MODEL)  ## convert a small real model, measure it, and let it answer
+	@rm -rf $(DEMO_OUT) && mkdir $(DEMO_OUT)
+	$(call show,1. Convert: 4-bit weights for decoding and 8-bit ones for prompts,fut-convert $(MODEL) $(DEMO_ARTIFACT) --recipe demo)
+	$(call show,2. What was written,fut-artifact inspect $(DEMO_ARTIFACT) --summary)
+	$(call show,3. What it cost: the artifact against its source on a text that calibration has not seen,fut-run eval perplexity $(DEMO_ARTIFACT) --text $(HELDOUT) --window 1024 --max-windows 2 --baseline $(MODEL))
+	$(call show,4. Ask it something,fut-run generate $(DEMO_ARTIFACT) --prompt '$(DEMO_QUESTION)' --max-new-tokens 80)
+	@printf '\n\033[1mThe artifact is in %s\033[0m\n' "$(DEMO_ARTIFACT)"
+	@printf 'More to try:  %s/fut-run chat %s   ·   %s/fut-artifact verify %s\n' $(BIN) $(DEMO_ARTIFACT) $(BIN) $(DEMO_ARTIFACT)
+
 # ---------------------------------------------------------------- tests and checks
 # One thread a worker: many small tests in parallel are faster than one test on many threads.
 .PHONY: test
