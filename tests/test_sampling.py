@@ -6,6 +6,9 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fut_runtime.sampling import (
     Sampler,
     SamplingError,
@@ -18,8 +21,6 @@ from fut_runtime.sampling import (
     keep_top_p,
     token_logprobs,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 # Coarse values, so that ties occur.
 rows = st.lists(st.integers(-40, 40), min_size=1, max_size=40).map(lambda values: torch.tensor(values) / 4)
@@ -178,3 +179,25 @@ def test_parameters_are_normalised() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(top_p=0.5, seed=1, min_p=0.0).ignored_when_greedy == ("top_p", "seed")
     assert SamplingParams(temperature=1.0, top_p=0.5).ignored_when_greedy == ()
+
+
+def test_filters_equal_those_of_transformers() -> None:
+    process = pytest.importorskip("transformers.generation.logits_process", reason="transformers is not installed")
+    logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(2)) * 3
+    ids = torch.randint(0, 200, (4, 30), generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(temperature=0.7, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.3)
+    chain = [
+        process.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+        process.TemperatureLogitsWarper(params.temperature),
+        process.TopKLogitsWarper(params.top_k),
+        process.TopPLogitsWarper(params.top_p),
+        process.MinPLogitsWarper(params.min_p),
+    ]
+    expected = logits
+    for step in chain:
+        expected = step(ids, expected)
+    for row, seen, theirs in zip(logits, ids.tolist(), expected, strict=True):
+        scores = apply_temperature(apply_repetition_penalty(row, seen, params.repetition_penalty), params.temperature)
+        ours = keep_min_p(keep_top_p(keep_top_k(scores, params.top_k), params.top_p), params.min_p)
+        assert kept(ours) == kept(theirs) != kept(row)
+        assert torch.allclose(ours.softmax(-1), theirs.double().softmax(-1), atol=1e-6)

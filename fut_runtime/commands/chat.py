@@ -25,13 +25,13 @@ HELP = """\
 Ctrl-C cuts an answer short, and leaves where none is running."""
 
 
-@click.command()
-@model_options
+@click.command(short_help="Converse with an artifact.")
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(1), default=1024, show_default=True, metavar="N", help="Longest answer."
 )
 @sampling_options
+@model_options
 def chat(system: str | None, max_new_tokens: int, **options: Any) -> None:
     """Converse with the artifact OUT.
 

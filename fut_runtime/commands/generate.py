@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from fut_runtime.tokenizer import Tokenizer
 
 
-@click.command()
-@model_options
+@click.command(short_help="Generate text from an artifact.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="What to answer; several make a batch.")
 @click.option(
     "--prompts-file",
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 )
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Prompts that run at once.  [default: 16]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt, in their order.")
+@model_options
 def generate(
     prompts: tuple[str, ...],
     prompts_file: Path | None,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PROBE_TOKENS = 2048
 
 
-@click.command()
+@click.command(short_help="Show what works here, and what an artifact holds.")
 @click.argument("model", metavar="[OUT]", required=False)
 @click.option("--revision", metavar="REV", help="Branch, tag or commit, where OUT is a Hub id.")
 @click.option(
@@ -194,13 +194,22 @@ def _print_artifact(console: Console, facts: dict[str, Any], tokenizer: dict[str
         table.add_row(name, escape(value))
     console.print()
     console.print(table)
-    weights = Table("weights", "formats (layer 0)", "E4M3 scale: min", "median", "max", box=None, pad_edge=False)
+    weights = Table("weights", "stored as", "E4M3 scale: min", "median", "max", box=None, pad_edge=False)
     for module, formats in facts["weights"].items():
         site = scales["sites"][module]
-        listed = "; ".join(" ".join([name, *(f"{k}={v}" for k, v in each.items())]) for name, each in formats.items())
+        listed = ", ".join(_format_text(name, details) for name, details in formats.items())
         weights.add_row(module, escape(listed), *(f"{site[k]:.3g}" for k in ("min", "median", "max")))
     console.print()
     console.print(weights)
+
+
+def _format_text(name: str, details: dict[str, Any]) -> str:
+    """One stored format of a module, such as `int4 group 128 (rtn, weighted_search, gain at run time)`."""
+    notes = [details[key] for key in ("method", "scale_method") if key in details]
+    if details.get("gain") == "runtime":
+        notes.append("gain at run time")
+    group = f" group {details['group_size']}" if "group_size" in details else ""
+    return name + group + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _print_activations(console: Console, report: dict[str, Any]) -> None:
