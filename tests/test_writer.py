@@ -8,15 +8,18 @@ import random
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from fut_runtime.artifact import hashing
 from fut_runtime.artifact.hashing import CHUNK_BYTES, RunningHash, hash_bytes, hash_file
 from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.staging import StagingDirectory
+from fut_runtime.artifact.verify import verify_artifact
 from fut_runtime.artifact.writer import ArtifactWriter
 from fut_runtime.errors import ArtifactError
 from tiny_artifact import make_manifest, random_tensors, write_artifact
@@ -54,6 +57,21 @@ def test_sealed_set_is_reproducible_in_any_order_of_writing(tmp_path: Path) -> N
     found = contents(two)
     assert found.pop("conversion_log.json") == b"{}" and found.pop("report.md") == b"after sealing"
     assert found == contents(one)
+
+
+def test_several_threads_may_write(tmp_path: Path) -> None:
+    one = write_artifact(tmp_path / "one", MANIFEST, max_shard_bytes=60_000)
+    with ArtifactWriter(tmp_path / "two", MANIFEST, max_shard_bytes=60_000) as writer:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: writer.write(name, TENSORS[name]), reversed(TENSORS)))
+        two = writer.seal()
+    assert contents(two) == contents(one)
+
+
+def test_flushed_parts_are_hashed_like_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "_FLUSH_BYTES", 10_000)
+    monkeypatch.setattr(hashing, "_BLOCK_BYTES", 4096)
+    assert verify_artifact(write_artifact(tmp_path / "out", MANIFEST)).ok
 
 
 def test_strided_tensors_are_written_in_order(tmp_path: Path) -> None:

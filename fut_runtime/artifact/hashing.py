@@ -12,6 +12,9 @@ from pathlib import Path
 
 CHUNK_BYTES = 64 << 20
 _BLOCK_BYTES = 4 << 20
+#: Bytes after which a file being written is flushed and dropped from the page cache: a long conversion then neither
+#: fills the memory with pages nobody will read soon, nor waits minutes for the disk at its end.
+_FLUSH_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,14 @@ class FollowingHasher:
     """Hashes files in one background thread, following the front up to which each has been written.
 
     The thread reads back what was just written, which the page cache still holds, so that no tensor has to stay in
-    memory for it and tensors may be written in any order. When a file is hashed to its end it is also flushed to the
-    disk there, while the next one is being written.
+    memory for it and tensors may be written in any order. It also flushes what it has hashed to the disk, so that
+    little is left to wait for at the end.
     """
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         self._running: dict[int, RunningHash] = {}
+        self._flushed: dict[int, int] = {}
         self._error: BaseException | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fut-hash", daemon=True)
@@ -135,5 +139,10 @@ class FollowingHasher:
             if count == 0:
                 raise OSError(f"file descriptor {descriptor} ends at byte {running.size}, expected {front} bytes")
             running.update(buffer[:count])
+            flushed = self._flushed.get(descriptor, 0)
+            if running.size - flushed >= _FLUSH_BYTES:
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, flushed, running.size - flushed, os.POSIX_FADV_DONTNEED)
+                self._flushed[descriptor] = running.size
         if running.size == size and not self._stopped:
             os.fsync(descriptor)

@@ -26,11 +26,14 @@ class OpenShard:
         self._next = 0
 
     def write(self, place: TensorPlace, tensor: Tensor) -> None:
-        """Write one tensor's bytes and move the front."""
+        """Write one tensor's bytes."""
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         with os_errors(self.path, f"tensor {place.spec.name} ({place.spec.nbytes} bytes) cannot be written"):
             _write_all(self.descriptor, raw.numpy().data, place.offset)
-        self.written.add(place.spec.name)
+
+    def advance(self, name: str) -> None:
+        """Count a tensor as written and move the front over what is written without a gap."""
+        self.written.add(name)
         while self._next < len(self.shard.tensors) and self.shard.tensors[self._next].spec.name in self.written:
             after = self.shard.tensors[self._next]
             self.front = after.offset + after.spec.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -23,7 +24,7 @@ class ArtifactWriter:
 
     Everything goes to `OUT.partial`, locked against a second writer. `seal` makes it an artifact: only then does `OUT`
     exist. As a context manager it removes `OUT.partial` when left without sealing. At most the tensor that is being
-    written is held in memory; the hashing follows in a background thread.
+    written is held in memory; the hashing follows in a background thread. `write` may be called from several threads.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class ArtifactWriter:
         self._shards: list[OpenShard] = []
         self._places: dict[str, tuple[OpenShard, TensorPlace]] = {}
         self._hasher = FollowingHasher()
+        self._started: set[str] = set()
+        self._lock = threading.Lock()
         self._finished = False
         try:
             shards = plan_shards(all_tensors(manifest), max_shard_bytes)
@@ -86,18 +89,21 @@ class ArtifactWriter:
         if name not in self._places:
             raise ArtifactError(f"{self._base}: the manifest has no tensor {name!r}")
         shard, place = self._places[name]
-        if name in shard.written:
-            raise ArtifactError(f"{shard.path}: tensor {name} is written already")
         spec = place.spec
         if tensor.dtype != TORCH_DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
             raise ArtifactError(
                 f"{shard.path}: tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
                 f"expected {TORCH_DTYPES[spec.dtype]} {spec.shape} from the manifest"
             )
-        before = shard.front
+        with self._lock:
+            if name in self._started:
+                raise ArtifactError(f"{shard.path}: tensor {name} is written already")
+            self._started.add(name)
         shard.write(place, tensor)
-        if shard.front > before:
-            with os_errors(shard.path, "cannot be read back or flushed"):
+        with self._lock, os_errors(shard.path, "cannot be read back or flushed"):
+            before = shard.front
+            shard.advance(name)
+            if shard.front > before:
                 self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
 
     def copy_side_file(self, source: Path | bytes, relative_name: str) -> None:
