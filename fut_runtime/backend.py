@@ -112,7 +112,7 @@ def load_backend(artifact: Artifact, name: str = "auto", *, device: str | None =
         **options: modes that the backend understands; None leaves the choice to the backend.
 
     Raises:
-        UnsupportedError: no such backend, or it does not work here; the message says why.
+        UnsupportedError: no such backend or device, or it does not work here; the message says why.
     """
     statuses = {status.name: status for status in available_backends()}
     if name == "auto":
@@ -121,9 +121,23 @@ def load_backend(artifact: Artifact, name: str = "auto", *, device: str | None =
         raise UnsupportedError(f"backend is {name!r}, expected auto, {' or '.join(statuses)}")
     if not statuses[name].available:
         raise UnsupportedError(f"the {name} backend does not work here: {statuses[name].detail}")
+    device = device or _default_device()
+    _check_device(device)
     given = {key: value for key, value in options.items() if value is not None}
-    backend: Backend = import_module(_MODULES[name]).load(artifact, device=device or _default_device(), **given)
+    backend: Backend = import_module(_MODULES[name]).load(artifact, device=device, **given)
     return backend
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UnsupportedError(f"device is {name!r}, expected a torch device such as cpu, cuda or cuda:1") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UnsupportedError(f"device is {name!r}, but PyTorch sees {count} CUDA devices here")
 
 
 def _cuda_status() -> BackendStatus:

@@ -13,7 +13,7 @@ from fut_runtime.chat_sandbox import ChatEnvironment
 from fut_runtime.errors import FutError
 
 #: Templates of real models have some 30,000 characters at most.
-MAX_TEMPLATE_CHARACTERS = 1_000_000
+MAX_TEMPLATE_CHARACTERS = 200_000
 #: Budget of one rendering: so many characters of text, and so many a character of the conversation.
 _BASE_BUDGET = 20_000_000
 _BUDGET_PER_CHARACTER = 100

@@ -117,6 +117,10 @@ def test_modes_the_artifact_has_no_weights_for_are_refused(tmp_path: Path) -> No
         Engine(out, decode_mode="bf16", device="cpu")
     with pytest.raises(UnsupportedError, match="expected auto, cuda or reference"):
         Engine(out, backend="tpu")
+    with pytest.raises(UnsupportedError, match="device is 'gpu'"):
+        Engine(out, device="gpu")
+    with pytest.raises(UnsupportedError, match="but PyTorch sees"):
+        Engine(out, device="cuda:99")
     with Engine(out, device="cpu") as engine:
         assert engine.tokenizer is None
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))[0].token_ids) <= 2
