@@ -137,6 +137,22 @@ def test_only_artifacts_are_replaced(tmp_path: Path) -> None:
     assert (home / "thesis.tex").exists()
 
 
+def test_a_failed_rename_puts_the_old_artifact_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = write_artifact(tmp_path / "out", MANIFEST)
+    before = contents(out)
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source.name == "out.partial":
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(ArtifactError, match="cannot be put in place"):
+        write_artifact(out, MANIFEST, overwrite=True)
+    assert contents(out) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def test_an_empty_directory_may_be_the_output(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert Artifact.open(write_artifact(tmp_path / "out", MANIFEST)).manifest == MANIFEST
@@ -147,6 +163,9 @@ def test_remains_of_a_crash_are_cleared(tmp_path: Path) -> None:
     (partial / "sub").mkdir(parents=True)
     (partial / "sub" / "old").write_text("x")
     (partial / "fut_sealed.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="will not be cleared"):
+        write_artifact(tmp_path / "out", MANIFEST)
+    (partial / ".fut_lock").write_text("pid 1")
     out = write_artifact(tmp_path / "out", MANIFEST)
     assert "sub/old" not in contents(out)
 

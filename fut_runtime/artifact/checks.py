@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 #: Weight formats a module may be stored in. One module may carry several: E4M3 for prefill, INT4 for decode.
 WEIGHT_FORMATS: tuple[str, ...] = ("e4m3", "int4", "bf16")
-GAINS: tuple[str, ...] = ("folded", "runtime", "none")
 INT4_SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
 #: INT4 groups are whole numbers of k16 tiles, two of which share words.
 MIN_GROUP_SIZE = 32

@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fut_runtime.artifact.checks import check_manifest
+from fut_runtime.artifact.checks import WEIGHT_FORMATS, check_manifest
 from fut_runtime.artifact.fields import read_fields
 from fut_runtime.artifact.json_text import canonical, parse_object, shown
 from fut_runtime.artifact.spec import ModelSpec
 from fut_runtime.errors import ArtifactError
+
+__all__ = [
+    "FORMAT_NAME",
+    "FORMAT_VERSION",
+    "WEIGHT_FORMATS",
+    "ActivationSpec",
+    "KVCacheSpec",
+    "Manifest",
+    "WeightSpec",
+    "check_version",
+]
 
 FORMAT_NAME = "futransformer"
 FORMAT_VERSION = 1

@@ -40,7 +40,13 @@ class StagingDirectory:
         with os_errors(self.path, "cannot be made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
-            self._clear()
+        try:
+            self._check_target()  # another process may have published while this one waited for the lock
+            with os_errors(self.path, "cannot be cleared"):
+                self._clear()
+        except ArtifactError:
+            self._release()
+            raise
 
     def publish(self) -> Path:
         """Flush directories, rename to OUT and release the lock; returns OUT.
@@ -49,19 +55,24 @@ class StagingDirectory:
             ArtifactError: OUT has appeared meanwhile, or a file system operation failed.
         """
         self._check_target()
-        old = self.out.with_name(self.out.name + ".replaced")
+        old = self.out.with_name(f"{self.out.name}.replaced-{os.getpid()}")
         with os_errors(self.out, "cannot be put in place"):
             for directory, _, _ in os.walk(self.path):
                 _fsync_directory(Path(directory))
-            (self.path / LOCK_FILE).unlink()
-            if self.out.is_dir() and any(self.out.iterdir()):
-                if old.exists():
-                    shutil.rmtree(old)
+            replacing = self.out.is_dir() and any(self.out.iterdir())
+            if replacing:
                 os.rename(self.out, old)
-            os.rename(self.path, self.out)
+            try:
+                os.rename(self.path, self.out)
+            except OSError:
+                if replacing:
+                    os.rename(old, self.out)
+                raise
+            # Not before: without the lock, a second writer would clear what is about to be renamed.
+            (self.out / LOCK_FILE).unlink()
             _fsync_directory(self.out.parent)
             self._release()
-            if old.exists():
+            if replacing:
                 shutil.rmtree(old)
         return self.out
 
@@ -94,6 +105,11 @@ class StagingDirectory:
             self.path.mkdir(exist_ok=True)
             if self.path.is_symlink():
                 raise ArtifactError(f"{self.path}: is a link; remove it")
+            if not (self.path / LOCK_FILE).exists() and any(self.path.iterdir()):
+                raise ArtifactError(
+                    f"{self.path}: was not made by this program (it holds no {LOCK_FILE}) and will not be cleared; "
+                    "remove it yourself or choose another output name"
+                )
             try:
                 lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             except FileNotFoundError:
