@@ -70,7 +70,7 @@ show = @printf '\n\033[1m%s\033[0m\n$$ %s\n' "$(1)" "$(2)"; $(BIN)/$(2)
 demo: $(VENV)/.stamp-run $(MODEL)  ## convert a small real model, measure it, and let it answer
 	@rm -rf $(DEMO_OUT) && mkdir $(DEMO_OUT)
 	$(call show,1. Convert: 4-bit weights for decoding and 8-bit ones for prompts,fut-convert $(MODEL) $(DEMO_ARTIFACT) --recipe demo)
-	$(call show,2. What was written,fut-artifact inspect $(DEMO_ARTIFACT) --summary)
+	$(call show,2. What was written,fut-artifact inspect $(DEMO_ARTIFACT))
 	$(call show,3. What it cost: the artifact against its source on a text that calibration has not seen,fut-run eval perplexity $(DEMO_ARTIFACT) --text $(HELDOUT) --window 1024 --max-windows 2 --baseline $(MODEL))
 	$(call show,4. Ask it something,fut-run generate $(DEMO_ARTIFACT) --prompt '$(DEMO_QUESTION)' --max-new-tokens 80)
 	@printf '\n\033[1mThe artifact is in %s\033[0m\n' "$(DEMO_ARTIFACT)"
