@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fut_convert.sources.names import MODULE_PROJECTIONS
 from fut_runtime.artifact.manifest import KVCacheSpec
 from fut_runtime.artifact.spec import ModelSpec
 from fut_runtime.reference.layer import LayerWeights
@@ -15,13 +16,6 @@ from fut_runtime.reference.model import ReferenceModel
 from fut_runtime.reference.numerics import FP32, Numerics
 from fut_runtime.reference.projection import Projection
 
-#: Checkpoint projections that each module stacks, in natural row order, under `model.layers.{i}.`.
-MODULE_PARTS: dict[str, tuple[str, ...]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
 #: RMSNorm whose gain the module's input carries.
 MODULE_NORM: dict[str, str] = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
 
@@ -39,13 +33,13 @@ class Checkpoint(Protocol):
 
 def module_weight(load: Load, layer: int, module: str) -> Tensor:
     """Stacked weight [out, in] of a module in the checkpoint's dtype, natural row order."""
-    parts = [load(f"model.layers.{layer}.{part}.weight") for part in MODULE_PARTS[module]]
+    parts = [load(f"model.layers.{layer}.{part}.weight") for part in MODULE_PROJECTIONS[module]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def module_bias(load: Load, layer: int, module: str) -> Tensor:
     """Stacked bias FP32 [out] of a module."""
-    return torch.cat([load(f"model.layers.{layer}.{part}.bias").float() for part in MODULE_PARTS[module]])
+    return torch.cat([load(f"model.layers.{layer}.{part}.bias").float() for part in MODULE_PROJECTIONS[module]])
 
 
 def module_gain(load: Load, layer: int, module: str) -> Tensor | None:
@@ -59,7 +53,7 @@ def layer_from_checkpoint(
 ) -> LayerWeights:
     """One layer with the checkpoint's weights in `dtype` and the gains applied at run time."""
     projections: dict[str, Projection] = {}
-    for module in MODULE_PARTS:
+    for module in MODULE_PROJECTIONS:
         gain = module_gain(load, layer, module)
         projections[module] = Projection(
             weight=module_weight(load, layer, module).to(device=device, dtype=dtype),

@@ -112,7 +112,7 @@ def perplexity(
             runner, windows, baseline=base,
             progress=lambda i, ppl: status.update(f"window {i + 1} of {len(windows)}: perplexity {ppl:.3f}"),
         )  # fmt: skip
-    settings = {
+    settings: dict[str, object] = {
         "text": text.name, "protocol": protocol, "decode_mode": decode_mode, "prefill_mode": prefill_mode,
         "kv_cache": "int4" if backend.model.kv_cache.bits == 4 else "bf16", "scale_mode": scale_mode,
         "compute": compute, "seconds": round(time.monotonic() - started, 2),
@@ -120,7 +120,7 @@ def perplexity(
     if runner.quantized:
         settings["saturated_share"] = runner.saturated / runner.quantized
     if as_json:
-        click.echo(json.dumps({**settings, **_without_nan(result.to_dict())}))
+        click.echo(json.dumps(_without_nan({**settings, **result.to_dict()})))
     else:
         _print(result, settings)
 

@@ -65,7 +65,7 @@ class ReferenceBackend:
     def prefill(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
         """Run a chunk of each request's prompt; FP32 logits [requests, vocab] after the last token of each."""
         rows = []
-        used = []
+        used: list[ActivationScales] = []
         for request, tokens in chunks:
             cache, scales = self._request(request)
             h = self.model.forward(cache, tokens, "prefill", scales)

@@ -33,4 +33,5 @@ def rotate(x: Tensor, signs: Tensor) -> Tensor:
     """
     block = signs.shape[0]
     matrix = signs.to(x.dtype) / block**0.5
-    return (x.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
+    rotated: Tensor = x.unflatten(-1, (-1, block)) @ matrix
+    return rotated.flatten(-2)

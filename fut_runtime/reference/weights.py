@@ -39,7 +39,7 @@ class WeightLoader:
             norm = _NORM_OF_MODULE.get(module)
             gain_name = None if norm is None else f"{prefix}.{norm}"
             projections[module] = self.projection(f"{prefix}.{module}", weight_format, gain_name)
-        norms = [None, None]
+        norms: list[Tensor | None] = [None, None]
         if self.artifact.manifest.model.qk_norm:
             norms = [self._vector(f"{prefix}.{n}_norm") for n in ("q", "k")]
         return LayerWeights(projections, q_norm=norms[0], k_norm=norms[1])
@@ -104,5 +104,6 @@ class WeightLoader:
 
 def dequantized_int4(codes: Tensor, scales: Tensor, group_size: int) -> Tensor:
     """(code - 8) · scale in FP32: codes uint8 [out, in] in 0..15, scales [out, in / group_size]."""
-    grouped = codes.unflatten(1, (-1, group_size)).to(torch.float32) - 8
-    return (grouped * scales.to(torch.float32)[..., None]).flatten(1)
+    grouped: Tensor = codes.unflatten(1, (-1, group_size)).to(torch.float32) - 8
+    grouped *= scales.to(torch.float32)[..., None]
+    return grouped.flatten(1)
