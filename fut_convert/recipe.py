@@ -1,0 +1,280 @@
+"""Recipes: everything a conversion does, as checked data read from YAML."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from fut_convert.errors import RecipeError
+from fut_convert.quantize.scales import SCALE_METHODS
+from fut_runtime.artifact.fragment import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
+from fut_runtime.artifact.manifest import WEIGHT_FORMATS
+
+GROUP_SIZES: tuple[int, ...] = (32, 64, 128)
+SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
+#: Value of a choice that the conversion makes itself.
+AUTO = "auto"
+#: Value of `calibration.text` that stands for the text that ships with this package.
+BUILTIN_TEXT = "builtin"
+
+#: Turns a value read from YAML or an option into the field's value, or raises ValueError saying what is expected.
+Check = Callable[[Any], Any]
+R = TypeVar("R")
+
+
+def _one_of(*choices: Any) -> Check:
+    def check(value: Any) -> Any:
+        # YAML's true is not the number 1.
+        if any(value == choice and type(value) is type(choice) for choice in choices):
+            return value
+        near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
+        raise ValueError(f"one of {', '.join(map(str, choices))}" + (f" (did you mean {near[0]}?)" if near else ""))
+
+    return check
+
+
+def _number(minimum: float, *, whole: bool = False) -> Check:
+    def check(value: Any) -> Any:
+        allowed = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed) or not minimum <= value < float("inf"):
+            raise ValueError(f"{'a whole number' if whole else 'a number'} of at least {minimum:g}")
+        return value
+
+    return check
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a text")
+    return value
+
+
+def _formats(value: Any) -> tuple[str, ...]:
+    expected = f"a list of {', '.join(WEIGHT_FORMATS)}, each at most once"
+    if not isinstance(value, (list, tuple)) or not value or any(v not in WEIGHT_FORMATS for v in value):
+        raise ValueError(expected)
+    if len(set(value)) < len(value):
+        raise ValueError(expected)
+    # One order whatever the user wrote, so that equal recipes give equal artifacts.
+    return tuple(f for f in WEIGHT_FORMATS if f in value)
+
+
+def _key(default: Any, check: Check) -> Any:
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True)
+class Int4Recipe:
+    """INT4 weights.
+
+    Attributes:
+        method: how codes are chosen; `rtn` rounds to nearest.
+        scale_method: one of SCALE_METHODS, or `auto`: `weighted_search` when calibrated, else `search`.
+        group_size: weights that share a scale, or `auto`: the largest of 128, 64 and 32 that divides the input,
+            else 64 with padding.
+        gain: `runtime` leaves the RMSNorm gain to the decode path, `folded` multiplies it into the weights.
+        scale_dtype: storage type of the scales.
+        nibble_order: name of the fragment order, see `fut_runtime.artifact.fragment`.
+    """
+
+    method: str = _key("rtn", _one_of("rtn"))
+    scale_method: str = _key(AUTO, _one_of(AUTO, *SCALE_METHODS))
+    group_size: int | str = _key(AUTO, _one_of(AUTO, *GROUP_SIZES))
+    gain: str = _key("runtime", _one_of("runtime", "folded"))
+    scale_dtype: str = _key("bfloat16", _one_of(*SCALE_DTYPES))
+    nibble_order: str = _key(DEFAULT_NIBBLE_ORDER, _one_of(*NIBBLE_ORDERS))
+
+
+@dataclass(frozen=True)
+class KVCacheRecipe:
+    """KV cache of the decode path: 4 bits, with Hadamard rotation and zero points, or 16."""
+
+    bits: int = _key(4, _one_of(4, 16))
+    rotation: bool = _key(True, _flag)
+    zero_point: bool = _key(True, _flag)
+
+
+@dataclass(frozen=True)
+class CalibrationRecipe:
+    """Calibration: at most `windows` windows of `window_tokens` tokens each, packed from a text.
+
+    `text` is `builtin` or the path of a UTF-8 file.
+    """
+
+    enabled: bool = _key(True, _flag)
+    text: str = _key(BUILTIN_TEXT, _text)
+    windows: int = _key(128, _number(1, whole=True))
+    window_tokens: int = _key(2048, _number(2, whole=True))
+
+
+@dataclass(frozen=True)
+class ActivationRecipe:
+    """E4M3 activation scales: s = margin · amax / 448."""
+
+    margin: float = _key(1.25, _number(1))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A conversion.
+
+    Attributes:
+        name: name of the recipe file without its suffix.
+        description: one line for the reader.
+        weights: formats every projection is stored in; E4M3 serves prefill, INT4 decode.
+        int4: details of the INT4 weights, a head in INT4 included.
+        head: format of the output head. `bf16` stores it as it is, or not at all where it is tied to the embedding.
+        kv_cache: details of the KV cache.
+        calibration: details of the calibration.
+        activation: details of the E4M3 activation scales.
+        max_shard_gb: largest safetensors file, in 10⁹ bytes.
+    """
+
+    name: str = _key("default", _text)
+    description: str = _key("built-in defaults", _text)
+    weights: tuple[str, ...] = _key(("e4m3", "int4"), _formats)
+    int4: Int4Recipe = field(default_factory=Int4Recipe)
+    head: str = _key("bf16", _one_of(*WEIGHT_FORMATS))
+    kv_cache: KVCacheRecipe = field(default_factory=KVCacheRecipe)
+    calibration: CalibrationRecipe = field(default_factory=CalibrationRecipe)
+    activation: ActivationRecipe = field(default_factory=ActivationRecipe)
+    max_shard_gb: float = _key(5, _number(0.001))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form for the manifest. Of a calibration text it keeps the file name: artifacts hold no paths."""
+        data = asdict(self)
+        data["weights"] = list(self.weights)
+        data["calibration"]["text"] = Path(self.calibration.text).name
+        return data
+
+    @property
+    def scale_method(self) -> str:
+        """The scale method, with `auto` resolved."""
+        if self.int4.scale_method != AUTO:
+            return self.int4.scale_method
+        return "weighted_search" if self.calibration.enabled else "search"
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that ship with the package."""
+    return sorted(path.stem for path in _recipe_directory().glob("*.yaml"))
+
+
+def load_recipe(recipe: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe, apply overrides and resolve every `auto` that does not depend on a module.
+
+    Args:
+        recipe: name of a recipe that ships with the package, or path of a YAML file.
+        overrides: dotted key -> value, as `{"int4.group_size": 64}`; None values are ignored.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, an unknown key, a value outside its range, or a contradiction.
+    """
+    path = _find(recipe)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path}: not a readable YAML file: {error}") from error
+    parsed = _read(Recipe, {} if data is None else data, str(path), "")
+    parsed = replace(parsed, name=path.stem)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            parsed = _override(parsed, key, value)
+    parsed = replace(parsed, int4=replace(parsed.int4, scale_method=parsed.scale_method))
+    _check_consistency(parsed, str(path))
+    return parsed
+
+
+def _check_consistency(recipe: Recipe, where: str) -> None:
+    if recipe.scale_method == "weighted_search" and not recipe.calibration.enabled and uses_int4(recipe):
+        raise RecipeError(
+            f"{where}: int4.scale_method weighted_search weighs errors by calibrated activations, but calibration is "
+            "off; leave calibration on, or choose search (--scale-method search)"
+        )
+
+
+def uses_int4(recipe: Recipe) -> bool:
+    """Whether anything is stored in INT4."""
+    return "int4" in (*recipe.weights, recipe.head)
+
+
+def _recipe_directory() -> Path:
+    """`recipes/` of the checkout, which an installation holds inside this package."""
+    installed = Path(__file__).with_name("recipes")
+    return installed if installed.is_dir() else Path(__file__).resolve().parents[1] / "recipes"
+
+
+def _find(recipe: str) -> Path:
+    shipped = recipe_names()
+    if recipe in shipped:
+        return _recipe_directory() / f"{recipe}.yaml"
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    raise RecipeError(f"recipe {recipe!r} is neither a file nor one of {', '.join(shipped)}{_nearest(recipe, shipped)}")
+
+
+def _read(cls: type[R], data: Any, where: str, prefix: str) -> R:
+    """Build a recipe dataclass from a mapping, strictly. `prefix` is the dotted place of `data` in the file."""
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the recipe'} is {data!r}, expected keys and values")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in known:
+            raise RecipeError(f"{where}: {_unknown(f'{prefix}{key}', [prefix + k for k in known])}")
+        nested = known[key].default_factory
+        if isinstance(nested, type) and is_dataclass(nested):
+            values[key] = _read(nested, value, where, f"{prefix}{key}.")
+        else:
+            values[key] = _checked(known[key].metadata["check"], value, where, f"{prefix}{key}")
+    return cls(**values)
+
+
+def _override(recipe: Recipe, key: str, value: Any) -> Recipe:
+    if key not in recipe_keys():
+        raise RecipeError(_unknown(key, recipe_keys()))
+    section, _, leaf = key.rpartition(".")
+    target = getattr(recipe, section) if section else recipe
+    check = next(f.metadata["check"] for f in fields(target) if f.name == leaf)
+    changed = replace(target, **{leaf: _checked(check, value, "override", key)})
+    return replace(recipe, **{section: changed}) if section else changed
+
+
+def recipe_keys() -> list[str]:
+    """Every key a recipe may hold, dotted."""
+    keys: list[str] = []
+    for f in fields(Recipe):
+        nested = f.default_factory
+        if isinstance(nested, type) and is_dataclass(nested):
+            keys.extend(f"{f.name}.{inner.name}" for inner in fields(nested))
+        else:
+            keys.append(f.name)
+    return keys
+
+
+def _checked(check: Check, value: Any, where: str, key: str) -> Any:
+    try:
+        return check(value)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {key} is {value!r}, expected {error}") from error
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    return f"unknown key {key!r}{_nearest(key, known)}; known keys: {', '.join(known)}"
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else ""
