@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -234,8 +234,8 @@ def _read(cls: type[R], data: Any, where: str, prefix: str) -> R:
     for key, value in data.items():
         if key not in known:
             raise RecipeError(f"{where}: {_unknown(f'{prefix}{key}', [prefix + k for k in known])}")
-        nested = known[key].default_factory
-        if isinstance(nested, type) and is_dataclass(nested):
+        nested = _section(known[key])
+        if nested is not None:
             values[key] = _read(nested, value, where, f"{prefix}{key}.")
         else:
             values[key] = _checked(known[key].metadata["check"], value, where, f"{prefix}{key}")
@@ -246,18 +246,26 @@ def _override(recipe: Recipe, key: str, value: Any) -> Recipe:
     if key not in recipe_keys():
         raise RecipeError(_unknown(key, recipe_keys()))
     section, _, leaf = key.rpartition(".")
-    target = getattr(recipe, section) if section else recipe
+    target: Any = getattr(recipe, section) if section else recipe
     check = next(f.metadata["check"] for f in fields(target) if f.name == leaf)
     changed = replace(target, **{leaf: _checked(check, value, "override", key)})
-    return replace(recipe, **{section: changed}) if section else changed
+    whole: Any = recipe
+    result: Recipe = replace(whole, **{section: changed}) if section else changed
+    return result
+
+
+def _section(f: Field[Any]) -> type[Any] | None:
+    """The dataclass of a key that holds further keys, or None for a plain one."""
+    factory: Any = f.default_factory
+    return factory if isinstance(factory, type) and is_dataclass(factory) else None
 
 
 def recipe_keys() -> list[str]:
     """Every key a recipe may hold, dotted."""
     keys: list[str] = []
     for f in fields(Recipe):
-        nested = f.default_factory
-        if isinstance(nested, type) and is_dataclass(nested):
+        nested = _section(f)
+        if nested is not None:
             keys.extend(f"{f.name}.{inner.name}" for inner in fields(nested))
         else:
             keys.append(f.name)

@@ -75,7 +75,10 @@ def int4_scales(
         limit = _CHUNK_CPU if weight.device.type == "cpu" else _CHUNK_GPU
         rows = max(1, limit // weight.shape[1])
         scales = torch.cat(
-            [_search(g, m, importance, scale_dtype) for g, m in zip(groups.split(rows), maxima.split(rows), strict=True)]
+            [
+                _search(g, m, importance, scale_dtype)
+                for g, m in zip(groups.split(rows), maxima.split(rows), strict=True)
+            ]
         )
     if not bool(torch.isfinite(scales).all()):
         raise ScaleRangeError(

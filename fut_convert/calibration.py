@@ -1,0 +1,139 @@
+"""Calibration: what each projection's input looks like, a layer at a time.
+
+The checkpoint's own layers run in 16 bits (BF16 products, FP32 elsewhere) over the calibration windows. Hidden states
+are carried from layer to layer, so each layer's weights are needed once, together with their quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fut_runtime.artifact.layout import SITES
+from fut_runtime.artifact.spec import MODULES, ModelSpec
+from fut_runtime.reference.layer import LayerWeights, Sixteen, run_layer
+from fut_runtime.reference.numerics import EXACT, row_factor
+from fut_runtime.reference.projection import Projection
+from fut_runtime.reference.rope import rope_tables
+
+#: Bytes of the widest intermediate (gate and up, FP32) of the windows that run together.
+_BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
+
+
+@dataclass
+class LayerStatistics:
+    """Of one layer: FP64 [in] mean squares of each module's input before the gain, and absolute maxima of the sites."""
+
+    second_moment: dict[str, Tensor] = field(default_factory=dict)
+    amax: dict[str, float] = field(default_factory=dict)
+
+    def activation_scale(self, margin: float) -> Tensor:
+        """Initial E4M3 scales FP32 [4]: margin · amax / 448, or 1 where a site was always zero."""
+        values = [self.amax[site] for site in SITES]
+        return torch.tensor([margin * v / 448 if v > 0 else 1.0 for v in values], dtype=torch.float32)
+
+
+class Calibration:
+    """Hidden states of all windows, advanced one layer at a time.
+
+    Args:
+        windows: int64 [windows, tokens].
+        embed: [vocab, hidden], the checkpoint's.
+        device: where the layers run; hidden states stay there, in BF16.
+    """
+
+    def __init__(self, model: ModelSpec, windows: Tensor, embed: Tensor, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.tokens = windows.shape[1]
+        self.hidden = embed[windows].to(torch.bfloat16).to(device)
+        self._rope = rope_tables(model, torch.arange(self.tokens, device=device))
+        wide = 4 * self.tokens * 2 * model.intermediate_size
+        self._batch = max(1, _BATCH_BYTES.get(device.type, _BATCH_BYTES["cpu"]) // wide)
+
+    @torch.inference_mode()
+    def run_layer(self, layer: LayerWeights) -> LayerStatistics:
+        """Advance every window through a layer and return what its projections saw."""
+        sums = {m: torch.zeros((), dtype=torch.float64, device=self.device) for m in MODULES}
+        maxima = {m: torch.zeros((), device=self.device) for m in MODULES}
+
+        def observe(site: str, product_input: Tensor, stored: Tensor) -> None:
+            # A sum over some thousand tokens in FP32 is exact enough; sums over the whole text need more.
+            sums[site] = sums[site] + product_input.square().sum(dim=0).double()
+            maxima[site] = torch.maximum(maxima[site], torch.maximum(stored.amax(), -stored.amin()))
+
+        products = Sixteen(EXACT, self.model.rms_norm_eps, observe)
+        for states in self.hidden.split(self._batch):
+            rope = (self._rope[0].repeat(len(states), 1), self._rope[1].repeat(len(states), 1))
+            h = states.flatten(0, 1).float()
+            h = run_layer(self.model, layer, products, EXACT, h, rope, self._attend(len(states)))
+            states.copy_(h.view(states.shape))
+        count = self.hidden.shape[0] * self.tokens
+        return LayerStatistics({m: s / count for m, s in sums.items()}, {m: v.item() for m, v in maxima.items()})
+
+    @torch.inference_mode()
+    def head_second_moment(self) -> Tensor:
+        """FP64 [hidden], mean square of the final norm's output before its gain; call it after the last layer."""
+        total = torch.zeros(self.model.hidden_size, dtype=torch.float64, device=self.device)
+        for states in self.hidden:
+            h = states.float()
+            total += (h * row_factor(h, self.model.rms_norm_eps)).square().sum(dim=0).double()
+        return total / (self.hidden.shape[0] * self.tokens)
+
+    def _attend(self, windows: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Causal attention inside each of `windows` windows that lie one after another."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            group = q.shape[1] // k.shape[1]
+            q, k, v = (x.bfloat16().unflatten(0, (windows, self.tokens)).transpose(1, 2) for x in (q, k, v))
+            k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+            out = scaled_dot_product_attention(q, k, v, is_causal=True)
+            return out.transpose(1, 2).flatten(0, 1).float()
+
+        return attend
+
+
+@dataclass(frozen=True)
+class SixteenBitProjection(Projection):
+    """A projection that multiplies in BF16 with FP32 accumulation: the tensor cores' (and AMX's) own product."""
+
+    def accumulate(self, x: Tensor) -> Tensor:
+        """Accumulator of x [tokens, in], rounded to BF16 on its way out."""
+        assert isinstance(self.weight, Tensor)
+        return (x.bfloat16() @ self.weight.T).float()
+
+
+def calibration_layer(
+    weights: Mapping[str, Tensor],
+    gains: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor],
+    head_norms: tuple[Tensor, Tensor] | None,
+    device: torch.device,
+) -> LayerWeights:
+    """A layer of the checkpoint for `Calibration.run_layer`, from tensors that quantization will read as well."""
+    projections = {
+        module: SixteenBitProjection(
+            weight.to(device, torch.bfloat16),
+            gain=gains[module].to(device) if module in gains else None,
+            bias=biases[module].to(device) if module in biases else None,
+        )
+        for module, weight in weights.items()
+    }
+    q_norm, k_norm = (None, None) if head_norms is None else (n.to(device) for n in head_norms)
+    return LayerWeights(projections, q_norm=q_norm, k_norm=k_norm)
+
+
+def uncalibrated_scales(model: ModelSpec, embed: Tensor, margin: float) -> Tensor:
+    """Initial E4M3 scales FP32 [layers, 4] without calibration: safe from saturation, at some cost in precision.
+
+    The first site reads the embedding, whose maximum is known. `docs/convert.md` argues the other constants.
+    """
+    largest = max(float(torch.maximum(embed.amax(), -embed.amin())), 1e-6)
+    residual = largest * 2.0**15 / 448
+    scales = torch.tensor([residual, 0.25, residual, 8.0], dtype=torch.float32).repeat(model.num_layers, 1)
+    scales[0, 0] = margin * largest / 448
+    return scales

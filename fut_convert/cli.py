@@ -1,0 +1,127 @@
+"""`fut-convert`: the command line over `fut_convert.convert`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fut_convert import __version__
+from fut_runtime.errors import FutError
+
+INTERRUPTED = 130
+#: Option name -> dotted recipe key that it overrides.
+_RECIPE_OPTIONS = {
+    "weights": "weights",
+    "scale_method": "int4.scale_method",
+    "group_size": "int4.group_size",
+    "gain": "int4.gain",
+    "scale_dtype": "int4.scale_dtype",
+    "nibble_order": "int4.nibble_order",
+    "head": "head",
+    "calibration_text": "calibration.text",
+    "calibration_windows": "calibration.windows",
+    "window_tokens": "calibration.window_tokens",
+    "margin": "activation.margin",
+    "max_shard_gb": "max_shard_gb",
+}
+
+
+def _list(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else [part.strip() for part in value.split(",")]
+
+
+def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
+    return int(value) if value is not None and value.isdigit() else value
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--recipe", default="rtn", show_default=True, metavar="NAME|FILE", help="What to convert how.")
+@click.option("--revision", metavar="REV", help="Hub only: branch, tag or commit.")
+@click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, or cuda:N.")
+@click.option("--weights", callback=_list, metavar="LIST", help="Stored formats, e.g. e4m3,int4 or e4m3,int4,bf16.")
+@click.option("--head", metavar="FORMAT", help="Output head: bf16, e4m3 or int4.")
+@click.option("--group-size", callback=_group_size, metavar="N", help="INT4: weights a scale: auto, 32, 64 or 128.")
+@click.option("--scale-method", metavar="NAME", help="INT4: absmax_7, absmax_7.5, search or weighted_search.")
+@click.option("--gain", metavar="WHERE", help="INT4: RMSNorm gain at runtime, or folded into the weights.")
+@click.option("--scale-dtype", metavar="DTYPE", help="INT4: bfloat16 or float16.")
+@click.option("--nibble-order", metavar="NAME", help="INT4: fragment order; docs/artifact.md lists them.")
+@click.option("--calibration-text", metavar="FILE", help="UTF-8 text to calibrate on, instead of the one that ships.")
+@click.option("--calibration-windows", type=click.IntRange(1), metavar="N", help="At most so many windows of it.")
+@click.option("--window-tokens", type=click.IntRange(2), metavar="N", help="Tokens a calibration window.")
+@click.option("--no-calibration", is_flag=True, help="Skip it: conservative activation scales, unweighted search.")
+@click.option("--margin", type=float, metavar="X", help="Activation scale: X times the largest value seen, over 448.")
+@click.option("--max-shard-gb", type=float, metavar="GB", help="Largest file.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing artifact, once the new one is whole.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object to standard output, and nothing else.")
+@click.version_option(__version__, prog_name="fut-convert")
+def main(
+    model: str, out: Path, recipe: str, revision: str | None, device: str, no_calibration: bool, overwrite: bool,
+    dry_run: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Convert MODEL into an artifact OUT that fut-run executes.
+
+    MODEL is a Hub id (owner/name), a checkpoint directory (safetensors or pytorch_model.bin), or a .gguf file.
+    Llama, Mistral without sliding window, Qwen2, Qwen3 and what shares their architecture.
+
+    A recipe says everything a conversion does; the options override it, and the resolved recipe is kept in the
+    artifact. Nothing is written before the plan holds: --dry-run shows it. OUT appears only when it is whole.
+
+    \b
+    Examples:
+      fut-convert meta-llama/Llama-3.1-8B out/ --device cuda
+      fut-convert SmolLM2-135M-Instruct.Q4_1.gguf out/ --recipe demo
+      fut-convert ./checkpoint out/ --dry-run
+      fut-convert ./checkpoint out/ --no-calibration --scale-method absmax_7
+
+    Exit codes: 0 done, 1 failed or refused, 2 wrong usage, 130 interrupted.
+    """
+    overrides: dict[str, Any] = {key: options[name] for name, key in _RECIPE_OPTIONS.items()}
+    if no_calibration:
+        overrides["calibration.enabled"] = False
+    try:
+        _run(model, out, recipe, overrides, revision, device, overwrite, dry_run, as_json)
+    except FutError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("interrupted; nothing was left behind", err=True)
+        sys.exit(INTERRUPTED)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+            raise
+        raise click.ClickException(f"out of memory: {error}") from error
+
+
+def _run(
+    model: str, out: Path, recipe: str, overrides: dict[str, Any], revision: str | None, device: str, overwrite: bool,
+    dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    # Imported here: PyTorch takes seconds to load, and --help should not.
+    from fut_convert.pipeline import convert, plan_conversion
+    from fut_convert.terminal import ConversionDisplay, print_plan, print_result
+
+    if dry_run:
+        plan = plan_conversion(
+            model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite
+        )
+        if as_json:
+            click.echo(json.dumps(plan.to_dict()))
+        else:
+            print_plan(plan, out)
+        plan.require_feasible()
+        return
+    with ConversionDisplay(quiet=as_json) as display:
+        result = convert(
+            model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite,
+            progress=display.progress, on_plan=display.show_plan,
+        )  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(result.to_dict()))
+    else:
+        print_result(result)

@@ -1,0 +1,98 @@
+"""From a model and a recipe to the manifest: how every matrix will be stored."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from fut_convert.recipe import AUTO, Recipe
+from fut_runtime.artifact.fragment import DEFAULT_SCALE_ORDER
+from fut_runtime.artifact.layout import default_group_size, padded_e4m3_shape, padded_int4_shape
+from fut_runtime.artifact.manifest import ActivationSpec, KVCacheSpec, Manifest, WeightSpec
+from fut_runtime.artifact.spec import MODULES, ModelSpec
+
+#: Projections whose input passes an RMSNorm: only these have a gain to fold or to leave to run time.
+_AFTER_NORM = ("qkv", "gate_up", "head")
+
+
+def build_manifest(
+    model: ModelSpec,
+    recipe: Recipe,
+    *,
+    source: Mapping[str, Any],
+    side_files: Sequence[str] = (),
+    calibration: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Manifest of the artifact that `recipe` makes of a model.
+
+    Args:
+        source: identity of the checkpoint, without paths.
+        side_files: names of the files copied from the checkpoint.
+        calibration: record of the calibration text, or None without calibration.
+    """
+    weights = {
+        f"layers.{i}.{module}": {f: weight_spec(model, module, f, recipe) for f in recipe.weights}
+        for i in range(model.num_layers)
+        for module in MODULES
+    }
+    if not (model.tie_word_embeddings and recipe.head == "bf16"):
+        weights["head"] = {recipe.head: weight_spec(model, "head", recipe.head, recipe)}
+    return Manifest(
+        model=model,
+        weights=weights,
+        kv_cache=KVCacheSpec(recipe.kv_cache.bits, recipe.kv_cache.rotation, recipe.kv_cache.zero_point),
+        activation=ActivationSpec(calibrated=calibration is not None, margin=float(recipe.activation.margin)),
+        head=recipe.head,
+        source=dict(source),
+        recipe=recipe.to_dict(),
+        tools=tool_versions(),
+        calibration=None if calibration is None else dict(calibration),
+        side_files=tuple(side_files),
+    )
+
+
+def weight_spec(model: ModelSpec, module: str, weight_format: str, recipe: Recipe) -> WeightSpec:
+    """How one projection (a name of MODULES, or `head`) is stored in one format."""
+    shape = model.module_shape(module)
+    paired = module == "gate_up"
+    if weight_format != "int4":
+        folded = "folded" if weight_format == "e4m3" else "runtime"
+        return WeightSpec(
+            format=weight_format,
+            shape=shape,
+            padded_shape=padded_e4m3_shape(shape),
+            row_order="interleave1" if paired else "natural",
+            gain=folded if module in _AFTER_NORM else "none",
+            scale_dtype="float32" if weight_format == "e4m3" else None,
+            method="rtn" if weight_format == "e4m3" else None,
+            scale_method="absmax" if weight_format == "e4m3" else None,
+        )
+    int4 = recipe.int4
+    group_size = default_group_size(shape[1]) if int4.group_size == AUTO else int(int4.group_size)
+    return WeightSpec(
+        format="int4",
+        shape=shape,
+        padded_shape=padded_int4_shape(shape, group_size, paired),
+        row_order="interleave8" if paired else "natural",
+        gain=int4.gain if module in _AFTER_NORM else "none",
+        group_size=group_size,
+        scale_dtype=int4.scale_dtype,
+        nibble_order=int4.nibble_order,
+        scale_order=DEFAULT_SCALE_ORDER,
+        method=int4.method,
+        scale_method=recipe.scale_method,
+    )
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions that decide what the sealed bytes are."""
+    names = ("futransformer", "torch", "safetensors", "tokenizers")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions

@@ -1,0 +1,229 @@
+"""The plan of a conversion: what will be written, how big, with how much memory, and what stands against it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fut_convert.calibration_text import CalibrationWindows, calibration_windows
+from fut_convert.errors import PreflightError
+from fut_convert.manifest import build_manifest
+from fut_convert.memory import available_bytes, estimate_host_bytes
+from fut_convert.recipe import AUTO, Recipe
+from fut_convert.sources import SideFile, Source
+from fut_runtime.artifact.layout import TensorSpec, all_tensors
+from fut_runtime.artifact.manifest import Manifest
+from fut_runtime.artifact.paths import check_foreign_name
+from fut_runtime.artifact.spec import MODULES
+from fut_runtime.errors import ArtifactError
+
+#: Below this many calibration tokens the statistics are noisy.
+RECOMMENDED_CALIBRATION_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One line of the plan's table: a module of every layer (or the head) in one format.
+
+    `bytes` is for all layers; `bits_per_weight` counts scales and padding against the true number of weights.
+    """
+
+    module: str
+    format: str
+    shape: tuple[int, int]
+    padded_shape: tuple[int, int]
+    group_size: int | None
+    gain: str
+    scale_method: str | None
+    bytes: int
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before any work.
+
+    Attributes:
+        manifest: the artifact's manifest, complete.
+        rows: storage of each kind of module.
+        output_bytes: data of all tensors and side files.
+        free_bytes: free disk space where the artifact goes.
+        memory_bytes: estimated peak of the process's memory.
+        available_memory_bytes: memory that is free now.
+        warnings, errors: complete messages; any error forbids the conversion.
+    """
+
+    manifest: Manifest
+    recipe: Recipe
+    rows: tuple[ModuleRow, ...]
+    input_bytes: int
+    output_bytes: int
+    free_bytes: int
+    memory_bytes: int
+    available_memory_bytes: int
+    side_files: tuple[SideFile, ...]
+    windows: CalibrationWindows | None
+    warnings: tuple[str, ...]
+    errors: tuple[str, ...]
+
+    def require_feasible(self) -> None:
+        """Raise PreflightError with every reason why the conversion cannot succeed."""
+        if self.errors:
+            shown = "\n".join(f"  - {e}" for e in self.errors[:20])
+            rest = f"\n  … and {len(self.errors) - 20} more" if len(self.errors) > 20 else ""
+            raise PreflightError(f"this conversion cannot succeed:\n{shown}{rest}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, without the manifest's tensors."""
+        return {
+            "source": self.manifest.source,
+            "model": self.manifest.model.to_dict(),
+            "recipe": self.recipe.to_dict(),
+            "modules": [vars(row) for row in self.rows],
+            "calibration": self.manifest.calibration,
+            "input_bytes": self.input_bytes,
+            "output_bytes": self.output_bytes,
+            "free_bytes": self.free_bytes,
+            "memory_bytes": self.memory_bytes,
+            "available_memory_bytes": self.available_memory_bytes,
+            "side_files": [name for name, _ in self.side_files],
+            "warnings": list(self.warnings),
+            "errors": list(self.errors),
+        }
+
+
+def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *, overwrite: bool = False) -> Plan:
+    """Plan a conversion, reading no weights.
+
+    Raises:
+        ConvertError: the calibration text or the tokenizer cannot be read.
+    """
+    problems = source.check()
+    errors = [p.message for p in problems if p.severity == "error"]
+    warnings = [p.message for p in problems if p.severity != "error"]
+    windows = calibration_windows(source, recipe.calibration) if recipe.calibration.enabled and not errors else None
+    side_files, renamed = _side_files(source)
+    warnings += renamed
+    manifest = build_manifest(
+        source.spec,
+        recipe,
+        source=source.identity,
+        side_files=[name for name, _ in side_files],
+        calibration=None if windows is None else windows.record,
+    )
+    rows = tuple(_rows(manifest))
+    warnings += _padding_warnings(manifest, recipe)
+    if windows is not None and windows.tokens < RECOMMENDED_CALIBRATION_TOKENS and recipe.int4.scale_method != "search":
+        warnings.append(
+            f"calibration has {windows.tokens} tokens; with fewer than {RECOMMENDED_CALIBRATION_TOKENS} its statistics "
+            "are noisy (raise --calibration-windows, or give a longer --calibration-text)"
+        )
+    side_bytes = sum(len(c) if isinstance(c, bytes) else c.stat().st_size for _, c in side_files)
+    output_bytes = sum(t.nbytes for t in all_tensors(manifest)) + side_bytes
+    free = shutil.disk_usage(_existing_parent(out)).free
+    if output_bytes > free:
+        errors.append(
+            f"{out}: the artifact needs {output_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
+            "free some space or choose another place"
+        )
+    if out.exists() and not overwrite:
+        errors.append(f"{out} exists; choose another place, or replace it with --overwrite")
+    memory = estimate_host_bytes(source, manifest, windows, device)
+    available = available_bytes()
+    if memory > available:
+        warnings.append(
+            f"the conversion needs about {memory / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
+        )
+    return Plan(
+        manifest=manifest,
+        recipe=recipe,
+        rows=rows,
+        input_bytes=source.total_bytes,
+        output_bytes=output_bytes,
+        free_bytes=free,
+        memory_bytes=memory,
+        available_memory_bytes=available,
+        side_files=tuple(side_files),
+        windows=windows,
+        warnings=tuple(warnings),
+        errors=tuple(errors),
+    )
+
+
+def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:
+    """Files to copy, and a message for each whose name the artifact needs for itself."""
+    kept: list[SideFile] = []
+    left: list[str] = []
+    for name, content in source.side_files():
+        try:
+            check_foreign_name(name, name)
+        except ArtifactError as error:
+            left.append(f"not copied: {error}")
+        else:
+            kept.append((name, content))
+    return kept, left
+
+
+def _rows(manifest: Manifest) -> list[ModuleRow]:
+    layers = manifest.model.num_layers
+    sizes: dict[tuple[str, str], int] = {}
+    for tensor in all_tensors(manifest):
+        owner, _, suffix = tensor.name.rpartition(".")
+        sizes[owner, suffix.removesuffix("_scale")] = (
+            sizes.get((owner, suffix.removesuffix("_scale")), 0) + tensor.nbytes
+        )
+    rows = []
+    kinds = [(f"layers.0.{m}", m, layers) for m in MODULES] + [("head", "head", 1)]
+    for name, module, count in kinds:
+        for weight_format, spec in manifest.weights.get(name, {}).items():
+            stored = sizes[name, weight_format]
+            rows.append(
+                ModuleRow(
+                    module=module,
+                    format=weight_format,
+                    shape=spec.shape,
+                    padded_shape=spec.padded_shape,
+                    group_size=spec.group_size,
+                    gain=spec.gain,
+                    scale_method=spec.scale_method,
+                    bytes=stored * count,
+                    bits_per_weight=8 * stored / (spec.shape[0] * spec.shape[1]),
+                )
+            )
+    embed = next(t for t in all_tensors(manifest) if t.name == "embed")
+    rows.append(_embedding_row(embed))
+    return rows
+
+
+def _embedding_row(embed: TensorSpec) -> ModuleRow:
+    shape = (embed.shape[0], embed.shape[1])
+    return ModuleRow("embed", "bf16", shape, shape, None, "none", None, embed.nbytes, 16.0)
+
+
+def _padding_warnings(manifest: Manifest, recipe: Recipe) -> list[str]:
+    """A message for each module whose group size does not divide its input, with the sizes that do."""
+    messages = []
+    for module in MODULES:
+        spec = manifest.weights[f"layers.0.{module}"].get("int4")
+        if spec is None or spec.group_size is None or spec.shape[1] % spec.group_size == 0:
+            continue
+        cols = spec.shape[1]
+        dividing = [g for g in (32, 64, 128) if cols % g == 0]
+        remedy = f"; --group-size {' or '.join(map(str, dividing))} divides it" if dividing else ""
+        forced = "" if recipe.int4.group_size == AUTO else " as forced"
+        messages.append(
+            f"{module}: group size {spec.group_size}{forced} does not divide its {cols} inputs, which are padded to "
+            f"{spec.padded_shape[1]}{remedy}"
+        )
+    return messages
+
+
+def _existing_parent(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
