@@ -62,17 +62,17 @@ def test_search_never_loses_to_the_absolute_maximum(case: tuple[Tensor, Tensor])
 
 def test_search_finds_what_an_exhaustive_search_finds() -> None:
     generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(40, GROUP, generator=generator)
+    weight = torch.randn(100, GROUP, generator=generator)
     moment = torch.randn(GROUP, generator=generator).exp().square()
     for importance in (None, moment):
         unit = weight.abs().amax(dim=1, keepdim=True) / 7.5
-        least = torch.full((40, 1), torch.inf, dtype=torch.float64)
-        for ratio in torch.linspace(-1.3, 1.3, 4001):
+        least = torch.full((100, 1), torch.inf, dtype=torch.float64)
+        for ratio in torch.linspace(-1.5, 1.5, 2001):
             least = torch.minimum(least, error(weight, (unit * ratio).bfloat16(), importance))
         method = "search" if importance is None else "weighted_search"
         found = error(weight, scales_of(weight, method, moment), importance)
-        assert found.mean() <= 1.01 * least.mean()
-        assert (found <= 1.1 * least).all()
+        assert found.mean() <= 1.002 * least.mean()
+        assert (found <= 1.2 * least).all()
 
 
 def test_weighting_moves_the_error_to_where_nothing_flows() -> None:
@@ -106,7 +106,8 @@ def test_zero_groups_have_scale_zero_and_zero_codes(method: str) -> None:
     scales = scales_of(weight, method, torch.ones(2 * GROUP))
     assert scales[0].tolist() == [0, 0] and scales[1, 0] == 0
     assert (rtn_int4(weight, scales, GROUP)[0] == 8).all()
-    assert torch.allclose(dequantized(weight, scales).float(), weight, rtol=2**-8)
+    # absmax/7.5 clips the largest weight to 7/7.5 of itself.
+    assert torch.allclose(dequantized(weight, scales).float(), weight, rtol=0.07)
 
 
 def test_a_group_never_active_in_calibration_is_searched_unweighted() -> None:
