@@ -23,6 +23,13 @@ from fut_runtime.reference.rope import rope_tables
 #: Bytes of the widest intermediate (gate and up, FP32) of the windows that run together.
 _BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
+#: What `uncalibrated_scales` allows for: doublings of the residual stream's maximum a block (attention or MLP) and in
+#: all, and fixed E4M3 scales of the attention's output and of silu(gate)·up.
+_DOUBLINGS_PER_BLOCK = 5
+_MOST_DOUBLINGS = 15
+_ATTENTION_SCALE = 0.25
+_MLP_SCALE = 8.0
+
 
 @dataclass
 class LayerStatistics:
@@ -128,12 +135,16 @@ def calibration_layer(
 
 
 def uncalibrated_scales(model: ModelSpec, embed: Tensor, margin: float) -> Tensor:
-    """Initial E4M3 scales FP32 [layers, 4] without calibration: safe from saturation, at some cost in precision.
+    """Initial E4M3 scales FP32 [layers, 4] without calibration: room for large activations, at a cost in precision.
 
-    The first site reads the embedding, whose maximum is known. `docs/convert.md` argues the other constants.
+    The first site reads the embedding, whose maximum is known; from there the residual stream may grow block by block.
+    Room for massive activations where none can be yet would drown the small values of the first blocks.
+    `docs/convert.md` argues the constants.
     """
     largest = max(float(torch.maximum(embed.amax(), -embed.amin())), 1e-6)
-    residual = largest * 2.0**15 / 448
-    scales = torch.tensor([residual, 0.25, residual, 8.0], dtype=torch.float32).repeat(model.num_layers, 1)
+    scales = torch.empty(model.num_layers, len(SITES), dtype=torch.float32)
+    for layer in range(model.num_layers):
+        attention, mlp = (2.0 ** min(_DOUBLINGS_PER_BLOCK * (2 * layer + i), _MOST_DOUBLINGS) for i in range(2))
+        scales[layer] = torch.tensor([largest * attention / 448, _ATTENTION_SCALE, largest * mlp / 448, _MLP_SCALE])
     scales[0, 0] = margin * largest / 448
     return scales
