@@ -12,8 +12,10 @@ from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from conftest import REPOSITORY
+from fut_convert.recipe import recipe_names
 
 DISTRIBUTION = "futransformer"
 PACKAGES = ("fut_convert", "fut_runtime")
@@ -38,9 +40,12 @@ def test_program_exists(value: str) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_package_states_its_version(package: str) -> None:
-    assert importlib.import_module(package).__version__ == metadata.version(DISTRIBUTION)
+@pytest.mark.parametrize("value", console_scripts().values())
+def test_program_states_the_version_of_the_package(value: str) -> None:
+    module, function = value.split(":")
+    result = CliRunner().invoke(getattr(importlib.import_module(module), function), ["--version"])
+    assert result.exit_code == 0
+    assert metadata.version(DISTRIBUTION) in result.output
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -48,11 +53,10 @@ def test_package_is_typed(package: str) -> None:
     assert resources.files(package).joinpath("py.typed").is_file()
 
 
-def test_recipes_are_found_as_resources() -> None:
-    packaged = {entry.name for entry in resources.files("fut_convert.recipes").iterdir()}
-    expected = {path.name for path in (REPOSITORY / "recipes").glob("*.yaml")}
-    assert expected
-    assert expected <= packaged
+def test_recipes_are_found() -> None:
+    shipped = {path.stem for path in (REPOSITORY / "recipes").glob("*.yaml")}
+    assert shipped
+    assert set(recipe_names()) == shipped
 
 
 def test_help_does_not_import_torch() -> None:
