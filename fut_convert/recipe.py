@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,7 +130,7 @@ class Recipe:
     """A conversion.
 
     Attributes:
-        name: name of the recipe file without its suffix.
+        name: what the file calls itself, by default the file's name without its suffix.
         description: one line for the reader.
         weights: formats every projection is stored in; E4M3 serves prefill, INT4 decode.
         int4: details of the INT4 weights, a head in INT4 included.
@@ -171,29 +171,52 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in _recipe_directory().glob("*.yaml"))
 
 
-def load_recipe(recipe: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+def load_recipe(recipe: str | Recipe, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe, apply overrides and resolve every `auto` that does not depend on a module.
 
     Args:
-        recipe: name of a recipe that ships with the package, or path of a YAML file.
+        recipe: name of a recipe that ships with the package, path of a YAML file, or a Recipe.
         overrides: dotted key -> value, as `{"int4.group_size": 64}`; None values are ignored.
 
     Raises:
         RecipeError: no such recipe, not YAML, an unknown key, a value outside its range, or a contradiction.
     """
-    path = _find(recipe)
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: not a readable YAML file: {error}") from error
-    parsed = _read(Recipe, {} if data is None else data, str(path), "")
-    parsed = replace(parsed, name=path.stem)
+    if isinstance(recipe, Recipe):
+        where = f"recipe {recipe.name}"
+        parsed = _read(Recipe, asdict(recipe), where, "")
+    else:
+        path = _find(recipe)
+        where = str(path)
+        data = _yaml(path)
+        parsed = _read(Recipe, {"name": path.stem, **data} if isinstance(data, Mapping) else data, where, "")
     for key, value in (overrides or {}).items():
         if value is not None:
             parsed = _override(parsed, key, value)
     parsed = replace(parsed, int4=replace(parsed.int4, scale_method=parsed.scale_method))
-    _check_consistency(parsed, str(path))
+    _check_consistency(parsed, where)
     return parsed
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error instead of a value that is silently dropped."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value} stands twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        # A subclass of the safe loader: it makes nothing but plain values.
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path}: not a readable YAML file: {error}") from error
+    return {} if data is None else data
 
 
 def _check_consistency(recipe: Recipe, where: str) -> None:

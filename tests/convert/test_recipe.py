@@ -37,6 +37,24 @@ def test_the_papers_recipe_is_the_papers() -> None:
     assert recipe.kv_cache.rotation and recipe.kv_cache.bits == 4
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_recipe_works_without_calibration(name: str) -> None:
+    recipe = load_recipe(name, {"calibration.enabled": False})
+    assert recipe.int4.scale_method in ("search", "absmax_7")
+
+
+def test_a_recipe_object_is_checked_and_resolved_like_a_file() -> None:
+    recipe = load_recipe(Recipe(name="own", head="e4m3"), {"int4.group_size": 32})
+    assert (recipe.name, recipe.head, recipe.int4.group_size) == ("own", "e4m3", 32)
+    assert recipe.int4.scale_method == "weighted_search"
+    with pytest.raises(RecipeError, match="recipe own: head is 'fp8'"):
+        load_recipe(Recipe(name="own", head="fp8"))
+
+
+def test_a_file_may_name_itself(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path / "mine.yaml", {"name": "ours"})).name == "ours"
+
+
 def test_a_file_may_leave_everything_out(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path / "mine.yaml", ""))
     assert recipe == Recipe(name="mine", int4=recipe.int4)
@@ -86,6 +104,12 @@ def test_formats_are_stored_in_one_order() -> None:
         ({"head": "fp8"}, "head is 'fp8', expected one of e4m3, int4, bf16"),
         (["weights"], "expected keys and values"),
         ("weights: [int4", "not a readable YAML file"),
+        ("head: int4\nint4: {gain: folded, gain: runtime}", "the key gain stands twice(.|\n)*line 2"),
+        ("head: int4\nhead: bf16", "the key head stands twice"),
+        ("3: int4", "unknown key '3'"),
+        ({"description": 3}, "description is 3, expected a text"),
+        ({"calibration": {"text": ""}}, "calibration.text is '', expected a text"),
+        ({"max_shard_gb": 0}, "max_shard_gb is 0, expected a number of at least 0.001"),
         ("head: !!python/object/apply:os.getcwd []", "not a readable YAML file"),
     ],
 )
@@ -96,7 +120,7 @@ def test_mistakes_are_named_with_their_file_and_place(tmp_path: Path, contents: 
 
 
 def test_unknown_overrides_and_recipes_name_the_nearest() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'int4.gain'"):
+    with pytest.raises(RecipeError, match=r"did you mean 'int4\.gain'"):
         load_recipe("rtn", {"int4.gian": "folded"})
     with pytest.raises(RecipeError, match="did you mean 'demo'"):
         load_recipe("demoo")
