@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as RawTokenizer
 from torch import Tensor
 
 from fut_convert.errors import ConvertError
 from fut_convert.recipe import BUILTIN_TEXT, CalibrationRecipe
 from fut_convert.sources import Source
+from fut_runtime.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 _SHIPPED = Path(__file__).with_name("data") / "calibration.txt"
 
 
@@ -35,8 +38,8 @@ class CalibrationWindows:
 def calibration_windows(source: Source, recipe: CalibrationRecipe) -> CalibrationWindows:
     """Tokenize a text with the checkpoint's tokenizer and cut it into windows without padding.
 
-    The tokenizer adds what it adds to any text, a BOS where it adds one. A text shorter than one window gives one
-    shorter window; windows are never longer than the model's positions.
+    The text begins as every prompt will, with a BOS where the tokenizer adds one. A text shorter than one window gives
+    one shorter window; windows are never longer than the model's positions.
 
     Raises:
         ConvertError: no tokenizer, an unreadable text, fewer than two tokens, or ids beyond the vocabulary.
@@ -49,7 +52,7 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
         raise ConvertError(f"calibration text {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConvertError(f"calibration text {path.name}: not UTF-8 ({error}); convert it first") from error
-    ids = _tokenizer(source).encode(text).ids
+    ids = _tokenizer(source).encode(text)
     if len(ids) < 2:
         raise ConvertError(f"calibration text {path.name} has {len(ids)} tokens; give a longer one")
     if max(ids) >= source.spec.vocab_size:
@@ -69,14 +72,23 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
 
 
 def _tokenizer(source: Source) -> Tokenizer:
-    for name, content in source.side_files():
-        if name == TOKENIZER_FILE:
-            data = content if isinstance(content, bytes) else content.read_bytes()
-            try:
-                return Tokenizer.from_str(data.decode("utf-8"))
-            except Exception as error:  # the library raises bare Exception for a file it cannot parse
-                raise ConvertError(f"{TOKENIZER_FILE}: cannot be read ({error})") from error
-    raise ConvertError(
-        f"the checkpoint has no {TOKENIZER_FILE}, so a calibration text cannot be tokenized; "
-        "add it, or convert with --no-calibration"
-    )
+    files = {name: content for name, content in source.side_files() if name in (TOKENIZER_FILE, *_CONFIG_FILES)}
+    if TOKENIZER_FILE not in files:
+        raise ConvertError(
+            f"the checkpoint has no {TOKENIZER_FILE}, so a calibration text cannot be tokenized; "
+            "add it, or convert with --no-calibration"
+        )
+    contents = {n: c if isinstance(c, bytes) else c.read_bytes() for n, c in files.items()}
+    try:
+        raw = RawTokenizer.from_str(contents[TOKENIZER_FILE].decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception for a file it cannot parse
+        raise ConvertError(f"{TOKENIZER_FILE}: cannot be read ({error})") from error
+    config: dict[str, Any] = {}
+    for name in _CONFIG_FILES:
+        try:
+            config |= json.loads(contents.get(name, b"{}"))
+        except (ValueError, TypeError) as error:
+            raise ConvertError(f"{name}: not a JSON object ({error})") from error
+    # A chat template that cannot be read is no reason not to calibrate.
+    config.pop("chat_template", None)
+    return Tokenizer(raw, config)
