@@ -19,8 +19,11 @@ from fut_runtime.artifact.layout import TensorSpec, all_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import check_foreign_name
 from fut_runtime.artifact.spec import MODULES
+from fut_runtime.artifact.staging import check_target
 from fut_runtime.errors import ArtifactError
 
+#: Report of the conversion, beside the sealed files.
+LOG_FILE = "conversion_log.json"
 #: Below this many calibration tokens the statistics are noisy.
 RECOMMENDED_CALIBRATION_TOKENS = 65_536
 
@@ -117,21 +120,21 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
     )
     rows = tuple(_rows(manifest))
     warnings += _padding_warnings(manifest, recipe)
-    if windows is not None and windows.tokens < RECOMMENDED_CALIBRATION_TOKENS and recipe.int4.scale_method != "search":
+    if windows is not None and windows.tokens < RECOMMENDED_CALIBRATION_TOKENS:
         warnings.append(
             f"calibration has {windows.tokens} tokens; with fewer than {RECOMMENDED_CALIBRATION_TOKENS} its statistics "
             "are noisy (raise --calibration-windows, or give a longer --calibration-text)"
         )
     side_bytes = sum(len(c) if isinstance(c, bytes) else c.stat().st_size for _, c in side_files)
     output_bytes = sum(t.nbytes for t in all_tensors(manifest)) + side_bytes
-    free = shutil.disk_usage(_existing_parent(out)).free
+    place = _existing_parent(out)
+    free = shutil.disk_usage(place).free
     if output_bytes > free:
         errors.append(
             f"{out}: the artifact needs {output_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
             "free some space or choose another place"
         )
-    if out.exists() and not overwrite:
-        errors.append(f"{out} exists; choose another place, or replace it with --overwrite")
+    errors += _target_problems(out, place, overwrite)
     memory = estimate_host_bytes(source, manifest, windows, device)
     available = available_bytes()
     if memory > available:
@@ -161,6 +164,8 @@ def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:
     for name, content in source.side_files():
         try:
             check_foreign_name(name, name)
+            if name == LOG_FILE:
+                raise ArtifactError(f"{name}: the conversion writes a report of this name")
         except ArtifactError as error:
             left.append(f"not copied: {error}")
         else:
@@ -207,8 +212,8 @@ def _embedding_row(embed: TensorSpec) -> ModuleRow:
 def _padding_warnings(manifest: Manifest, recipe: Recipe) -> list[str]:
     """A message for each module whose group size does not divide its input, with the sizes that do."""
     messages = []
-    for module in MODULES:
-        spec = manifest.weights[f"layers.0.{module}"].get("int4")
+    for name, module in [*((f"layers.0.{m}", m) for m in MODULES), ("head", "head")]:
+        spec = manifest.weights.get(name, {}).get("int4")
         if spec is None or spec.group_size is None or spec.shape[1] % spec.group_size == 0:
             continue
         cols = spec.shape[1]
@@ -222,8 +227,17 @@ def _padding_warnings(manifest: Manifest, recipe: Recipe) -> list[str]:
     return messages
 
 
-def _existing_parent(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+def _existing_parent(out: Path) -> Path:
+    """The nearest place above `out` that exists."""
+    return next(p for p in out.absolute().parents if p.exists())
+
+
+def _target_problems(out: Path, place: Path, overwrite: bool) -> list[str]:
+    """What stands in the way of a directory `out` under `place`, which exists."""
+    if not place.is_dir():
+        return [f"{out}: {place} is a file, expected a directory; choose another place"]
+    try:
+        check_target(out, overwrite=overwrite)
+    except ArtifactError as error:
+        return [str(error)]
+    return []

@@ -29,19 +29,18 @@ class StagingDirectory:
         Raises:
             ArtifactError: OUT exists, another process is writing to it, or the directory cannot be made.
         """
-        if out.name in ("", ".", ".."):
-            raise ArtifactError(f"{out}: has no name of its own; give the directory to create by its name")
+        check_target(out, overwrite=overwrite, replaces=replaces)
         self.out = out.parent.resolve() / out.name
         self.path = self.out.with_name(self.out.name + ".partial")
         self._overwrite = overwrite
         self._replaces = replaces
         self._lock: int | None = None
-        self._check_target()
         with os_errors(self.path, "cannot be made"):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
         try:
-            self._check_target()  # another process may have published while this one waited for the lock
+            # Another process may have published while this one waited for the lock.
+            check_target(self.out, overwrite=overwrite, replaces=replaces)
             with os_errors(self.path, "cannot be cleared"):
                 self._clear()
         except ArtifactError:
@@ -54,7 +53,7 @@ class StagingDirectory:
         Raises:
             ArtifactError: OUT has appeared meanwhile, or a file system operation failed.
         """
-        self._check_target()
+        check_target(self.out, overwrite=self._overwrite, replaces=self._replaces)
         old = self.out.with_name(f"{self.out.name}.replaced-{os.getpid()}")
         with os_errors(self.out, "cannot be put in place"):
             for directory, _, _ in os.walk(self.path):
@@ -81,24 +80,6 @@ class StagingDirectory:
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._release()
-
-    def _check_target(self) -> None:
-        out = self.out
-        if out.is_symlink():
-            raise ArtifactError(f"{out}: is a link; remove it, or name the directory it points to")
-        if not out.exists():
-            return
-        if not out.is_dir():
-            raise ArtifactError(f"{out}: is a file, expected no such name yet or an empty directory")
-        if not any(out.iterdir()):
-            return
-        if not self._overwrite:
-            raise ArtifactError(f"{out}: exists already; choose another name, or allow to replace it with --overwrite")
-        if not (out / self._replaces).exists():
-            raise ArtifactError(
-                f"{out}: will not be replaced, for it holds no {self._replaces} and so was not made by this program; "
-                "remove it yourself or choose another name"
-            )
 
     def _acquire(self) -> int:
         while True:
@@ -144,6 +125,31 @@ class StagingDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def check_target(out: Path, *, overwrite: bool = False, replaces: str = MANIFEST_FILE) -> None:
+    """Check that a directory `out` may be made, or replaced; arguments as for `StagingDirectory`.
+
+    Raises:
+        ArtifactError: OUT has no name, is a link or a file, exists, or is a directory that is not ours to replace.
+    """
+    if out.name in ("", ".", ".."):
+        raise ArtifactError(f"{out}: has no name of its own; give the directory to create by its name")
+    if out.is_symlink():
+        raise ArtifactError(f"{out}: is a link; remove it, or name the directory it points to")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ArtifactError(f"{out}: is a file, expected no such name yet or an empty directory")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{out}: exists already; choose another name, or allow to replace it with --overwrite")
+    if not (out / replaces).exists():
+        raise ArtifactError(
+            f"{out}: will not be replaced, for it holds no {replaces} and so was not made by this program; "
+            "remove it yourself or choose another name"
+        )
 
 
 @contextlib.contextmanager
