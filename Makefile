@@ -5,6 +5,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
+# Idle threads sleep. By default they spin, and on a machine with other work to do everything takes ten times as long.
+export OMP_WAIT_POLICY := PASSIVE
+
 # Python 3.11 where it works, else python3; `make PYTHON=python3.12 test` chooses another.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
