@@ -10,9 +10,12 @@ from typing import Any
 import click
 
 from fut_convert import __version__
+from fut_convert.errors import RecipeError
 from fut_runtime.errors import FutError
 
 INTERRUPTED = 130
+#: How PyTorch's allocators for GPUs and for CPUs say it.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 #: Option name -> dotted recipe key that it overrides.
 _RECIPE_OPTIONS = {
     "weights": "weights",
@@ -35,7 +38,7 @@ def _list(_: click.Context, __: click.Parameter, value: str | None) -> list[str]
 
 
 def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
-    return int(value) if value is not None and value.isdigit() else value
+    return int(value) if value is not None and value.isdecimal() else value
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -67,8 +70,8 @@ def main(
 ) -> None:  # fmt: skip
     """Convert MODEL into an artifact OUT that fut-run executes.
 
-    MODEL is a Hub id (owner/name), a checkpoint directory (safetensors or pytorch_model.bin), or a .gguf file.
-    Llama, Mistral without sliding window, Qwen2, Qwen3 and what shares their architecture.
+    MODEL is a Hub id (owner/name), a checkpoint directory (safetensors or pytorch_model.bin), or a .gguf file of the
+    families Llama, Mistral without sliding window, Qwen2 and Qwen3, or of one that shares their architecture.
 
     A recipe says everything a conversion does; the options override it, and the resolved recipe is kept in the
     artifact. Nothing is written before the plan holds: --dry-run shows it. OUT appears only when it is whole.
@@ -80,20 +83,27 @@ def main(
       fut-convert ./checkpoint out/ --dry-run
       fut-convert ./checkpoint out/ --no-calibration --scale-method absmax_7
 
-    Exit codes: 0 done, 1 failed or refused, 2 wrong usage, 130 interrupted.
+    Exit codes: 0 done, 1 failed or refused, 2 wrong usage (an option, or the recipe), 130 interrupted.
     """
     overrides: dict[str, Any] = {key: options[name] for name, key in _RECIPE_OPTIONS.items()}
     if no_calibration:
+        idle = [name for name, key in _RECIPE_OPTIONS.items() if key.startswith("calibration.") and options[name]]
+        if idle:
+            raise click.UsageError(f"--{idle[0].replace('_', '-')} says how to calibrate, --no-calibration not to")
         overrides["calibration.enabled"] = False
     try:
         _run(model, out, recipe, overrides, revision, device, overwrite, dry_run, as_json)
+    except RecipeError as error:
+        raise click.UsageError(str(error)) from error
     except FutError as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
     except KeyboardInterrupt:
         click.echo("interrupted; nothing was left behind", err=True)
         sys.exit(INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise
         raise click.ClickException(f"out of memory: {error}") from error
 

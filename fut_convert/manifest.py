@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from fut_convert.recipe import AUTO, Recipe
+from fut_convert.recipe import AUTO, KVCacheRecipe, Recipe
 from fut_runtime.artifact.fragment import DEFAULT_SCALE_ORDER
 from fut_runtime.artifact.layout import default_group_size, padded_e4m3_shape, padded_int4_shape
 from fut_runtime.artifact.manifest import ActivationSpec, KVCacheSpec, Manifest, WeightSpec
@@ -42,7 +42,7 @@ def build_manifest(
     return Manifest(
         model=model,
         weights=weights,
-        kv_cache=KVCacheSpec(recipe.kv_cache.bits, recipe.kv_cache.rotation, recipe.kv_cache.zero_point),
+        kv_cache=_kv_cache(recipe.kv_cache),
         activation=ActivationSpec(calibrated=calibration is not None, margin=float(recipe.activation.margin)),
         head=recipe.head,
         source=dict(source),
@@ -51,6 +51,13 @@ def build_manifest(
         calibration=None if calibration is None else dict(calibration),
         side_files=tuple(side_files),
     )
+
+
+def _kv_cache(recipe: KVCacheRecipe) -> KVCacheSpec:
+    """The cache a recipe asks for. 16 bits have neither codes to rotate for nor zero points."""
+    if recipe.bits == 16:
+        return KVCacheSpec(bits=16, rotation=False, zero_point=False)
+    return KVCacheSpec(recipe.bits, recipe.rotation, recipe.zero_point)
 
 
 def weight_spec(model: ModelSpec, module: str, weight_format: str, recipe: Recipe) -> WeightSpec:

@@ -5,37 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from fut_convert.pipeline import ConversionResult
 from fut_convert.plan import Plan
+from fut_runtime.artifact.json_text import shown
 
 
 def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
-    """The plan as a table, then sizes, warnings and what forbids it."""
+    """The plan as a table, then sizes and warnings; what forbids it is raised by `Plan.require_feasible`."""
     console = console or Console()
     model = plan.manifest.model
     console.print(
-        f"[bold]{_identity(plan)}[/bold]: {model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_heads} heads over {model.num_kv_heads} KV heads of {model.head_dim}, "
+        f"[bold]{escape(_identity(plan))}[/bold]: {model.architecture}, {model.num_layers} layers, "
+        f"hidden {model.hidden_size}, {model.num_heads} heads over {model.num_kv_heads} KV heads of {model.head_dim}, "
         f"vocabulary {model.vocab_size}",
         highlight=False,
     )
-    table = Table(title=f"recipe {plan.recipe.name}: {plan.recipe.description}", title_justify="left")
-    for column in ("module", "format", "shape", "stored as", "group", "gain", "scales", "size", "bits/weight"):
-        table.add_column(column, justify="right" if column in ("size", "bits/weight", "group") else "left")
-    for row in plan.rows:
-        padded = "" if row.padded_shape == row.shape else _shape(row.padded_shape)
-        table.add_row(
-            row.module, row.format, _shape(row.shape), padded, str(row.group_size or ""),
-            "" if row.gain == "none" else row.gain, row.scale_method or "", size(row.bytes),
-            f"{row.bits_per_weight:.2f}",
-        )  # fmt: skip
-    console.print(table)
+    console.print(_plan_table(plan))
     calibration = plan.manifest.calibration
+    padded = [f"{r.module} {r.format} to {_shape(r.padded_shape)}" for r in plan.rows if r.padded_shape != r.shape]
     lines = [
+        *([f"padded: {', '.join(padded)}"] if padded else []),
         f"input {size(plan.input_bytes)}, artifact {size(plan.output_bytes)} "
         f"({size(plan.free_bytes)} free in {out.parent})",
         f"memory about {size(plan.memory_bytes)} ({size(plan.available_memory_bytes)} free)",
@@ -43,21 +39,31 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
         if calibration is None
         else f"calibration: {calibration['windows']} windows of {calibration['window_tokens']} tokens, "
         f"text {calibration['text']}",
-        f"side files: {', '.join(name for name, _ in plan.side_files) or 'none'}",
+        f"side files: {', '.join(shown(name) for name, _ in plan.side_files) or 'none'}",
     ]
     for line in lines:
         console.print(line, highlight=False, markup=False)
-    print_messages(plan, console)
+    _print_warnings(plan, console)
 
 
-def print_messages(plan: Plan, console: Console) -> None:
-    """Warnings and errors of a plan."""
+def _plan_table(plan: Plan) -> Table:
+    """Rows of the plan, in 80 columns."""
+    title = escape(f"recipe {plan.recipe.name}: {plan.recipe.description}")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in ("module", "format", "shape", "group", "gain", "scales", "size", "bits"):
+        table.add_column(column, justify="right" if column in ("group", "size", "bits") else "left", no_wrap=True)
+    for row in plan.rows:
+        table.add_row(
+            row.module, row.format, _shape(row.shape), str(row.group_size or ""),
+            "" if row.gain == "none" else row.gain, row.scale_method or "", size(row.bytes),
+            f"{row.bits_per_weight:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _print_warnings(plan: Plan, console: Console) -> None:
     for message in plan.warnings:
-        console.print("[yellow]warning:[/yellow]", end=" ")
-        console.print(message, highlight=False, markup=False)
-    for message in plan.errors:
-        console.print("[red]refused:[/red]", end=" ")
-        console.print(message, highlight=False, markup=False)
+        console.print(Text.assemble(("warning:", "yellow"), " ", message))
 
 
 def print_result(result: ConversionResult) -> None:
@@ -65,12 +71,13 @@ def print_result(result: ConversionResult) -> None:
     console = Console()
     plan = result.plan
     seconds = result.seconds
-    table = Table(title=f"{result.path}", title_justify="left", show_header=False)
+    table = Table(title=escape(str(result.path)), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_row("size", f"{size(plan.input_bytes)} → {size(plan.output_bytes)}")
+    busy = sum(result.step_seconds.values())
     shares = ", ".join(
-        f"{step} {100 * s / seconds:.0f} %" for step, s in sorted(result.step_seconds.items(), key=lambda i: -i[1])
+        f"{step} {100 * s / busy:.0f} %" for step, s in sorted(result.step_seconds.items(), key=lambda i: -i[1])
     )
     table.add_row("time", f"{seconds:.1f} s ({plan.input_bytes / 1e9 / seconds:.3f} GB of input a second): {shares}")
     table.add_row("memory", f"{size(result.peak_memory_bytes)} at most (estimated {size(plan.memory_bytes)})")
@@ -90,13 +97,13 @@ def print_result(result: ConversionResult) -> None:
 
 
 class ConversionDisplay:
-    """Progress bar on standard error; silent when `quiet`."""
+    """Progress bar on standard error, where that is a terminal; silent when `quiet`."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._console = Console(stderr=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=self._console,
+            console=self._console, transient=True, disable=not self._console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("planning", total=None)
 
@@ -114,8 +121,7 @@ class ConversionDisplay:
             highlight=False,
             markup=False,
         )
-        for message in plan.warnings:
-            self._console.print(f"warning: {message}", highlight=False, markup=False)
+        _print_warnings(plan, self._console)
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Advance the bar."""
@@ -132,8 +138,8 @@ def size(count: int) -> str:
 
 def _identity(plan: Plan) -> str:
     source = plan.manifest.source
-    return str(source.get("id") or source.get("name") or source.get("kind"))
+    return shown(str(source.get("id") or source.get("name") or source.get("kind")))
 
 
 def _shape(shape: tuple[int, int]) -> str:
-    return f"{shape[0]} × {shape[1]}"
+    return f"{shape[0]}×{shape[1]}"
