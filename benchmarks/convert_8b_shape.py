@@ -223,8 +223,10 @@ def show(line: dict[str, Any]) -> None:
           f"{line['input_gb_per_second']:.3f} GB of input a second")  # fmt: skip
     peak, estimate = line["peak_memory_bytes"], line["estimated_memory_bytes"]
     print(f"peak memory {peak / 1e9:.2f} GB, estimated {estimate / 1e9:.2f} GB ({estimate / peak - 1:+.0%})")
+    busy = sum(line["step_seconds"].values())
+    print("seconds by step, summed over the threads, which work at the same time:")
     for step, seconds in sorted(line["step_seconds"].items(), key=lambda item: -item[1]):
-        print(f"  {step:10} {seconds:8.2f} s  {seconds / line['seconds']:6.1%}")
+        print(f"  {step:10} {seconds:8.2f} s  {seconds / busy:6.1%}")
 
 
 def main() -> None:

@@ -134,14 +134,14 @@ def calibration_layer(
     return LayerWeights(projections, q_norm=q_norm, k_norm=k_norm)
 
 
-def uncalibrated_scales(model: ModelSpec, embed: Tensor, margin: float) -> Tensor:
+def uncalibrated_scales(model: ModelSpec, embed_amax: float, margin: float) -> Tensor:
     """Initial E4M3 scales FP32 [layers, 4] without calibration: room for large activations, at a cost in precision.
 
-    The first site reads the embedding, whose maximum is known; from there the residual stream may grow block by block.
-    Room for massive activations where none can be yet would drown the small values of the first blocks.
+    The first site reads the embedding, whose absolute maximum is `embed_amax`; from there the residual stream may grow
+    block by block. Room for massive activations where none can be yet would drown the small values of the first blocks.
     `docs/convert.md` argues the constants.
     """
-    largest = max(float(torch.maximum(embed.amax(), -embed.amin())), 1e-6)
+    largest = max(embed_amax, 1e-6)
     scales = torch.empty(model.num_layers, len(SITES), dtype=torch.float32)
     for layer in range(model.num_layers):
         attention, mlp = (2.0 ** min(_DOUBLINGS_PER_BLOCK * (2 * layer + i), _MOST_DOUBLINGS) for i in range(2))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fut_convert.sources import Source
 from fut_convert.sources.names import MODULE_PROJECTIONS
 from fut_runtime.artifact.manifest import KVCacheSpec
 from fut_runtime.artifact.spec import ModelSpec
@@ -20,6 +21,8 @@ from fut_runtime.reference.projection import Projection
 MODULE_NORM: dict[str, str] = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
 
 Load = Callable[[str], Tensor]
+#: Rows `start` to `stop` (exclusive) of a matrix.
+Rows = Callable[[int, int], Tensor]
 
 
 class Checkpoint(Protocol):
@@ -33,8 +36,37 @@ class Checkpoint(Protocol):
 
 def module_weight(load: Load, layer: int, module: str) -> Tensor:
     """Stacked weight [out, in] of a module in the checkpoint's dtype, natural row order."""
-    parts = [load(f"model.layers.{layer}.{part}.weight") for part in MODULE_PROJECTIONS[module]]
+    parts = [load(name) for name in weight_names(layer, module)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rows_of(matrix: Tensor) -> Rows:
+    """Rows of a matrix in memory."""
+    return lambda start, stop: matrix[start:stop]
+
+
+def stacked_rows(source: Source, names: Sequence[str]) -> Rows:
+    """Reads rows of the matrix that stacks those of the given names, without holding it."""
+    places: list[tuple[str, int, int]] = []
+    end = 0
+    for name in names:
+        begin, end = end, end + source.tensors[name].shape[0]
+        places.append((name, begin, end))
+
+    def rows(start: int, stop: int) -> Tensor:
+        parts = [
+            source.load_rows(name, max(start, begin) - begin, min(stop, end) - begin)
+            for name, begin, end in places
+            if start < end and begin < stop
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return rows
+
+
+def weight_names(layer: int, module: str) -> list[str]:
+    """Names of the weights that a module stacks."""
+    return [f"model.layers.{layer}.{part}.weight" for part in MODULE_PROJECTIONS[module]]
 
 
 def module_bias(load: Load, layer: int, module: str) -> Tensor:

@@ -15,21 +15,31 @@ import torch
 from torch import Tensor
 
 from fut_convert.calibration import Calibration, LayerStatistics, calibration_layer, uncalibrated_scales
-from fut_convert.checkpoint_model import module_bias, module_gain, module_weight
+from fut_convert.checkpoint_model import (
+    Rows,
+    module_bias,
+    module_gain,
+    module_weight,
+    rows_of,
+    stacked_rows,
+    weight_names,
+)
 from fut_convert.errors import ConvertError
 from fut_convert.memory import peak_host_bytes
-from fut_convert.plan import Plan, make_plan
-from fut_convert.quantize.module import quantize_module
+from fut_convert.plan import LOG_FILE, Plan, make_plan
+from fut_convert.quantize.module import ModuleQuantizer, RowBlock, relative_error
 from fut_convert.recipe import Recipe, load_recipe
 from fut_convert.sources import Source, open_source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM, HEAD
 from fut_convert.steps import StepClock
+from fut_convert.workers import Workers, worker_count
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.writer import ArtifactWriter
 from fut_runtime.reference.rotation import sylvester_hadamard
 
 DEFAULT_RECIPE = "rtn"
-LOG_FILE = "conversion_log.json"
+#: Numbers of the embedding that are copied at once.
+_TILE = 1 << 20
 
 #: Called as progress(done, total, what): units of work finished, of how many, and what comes next.
 Progress = Callable[[int, int, str], None]
@@ -41,22 +51,20 @@ class ConversionResult:
 
     Attributes:
         path: the sealed artifact.
-        step_seconds: seconds by step: read, calibrate, quantize, write, seal.
+        seconds: whole time of the conversion.
+        step_seconds: seconds by step: plan, read, calibrate, quantize, write, seal. Steps run at the same time: these
+            are summed over the threads, and exceed `seconds` together.
         peak_memory_bytes: largest resident set of the process; `peak_device_bytes` the same of the CUDA device.
         module_error: `layers.{i}.{module}.{format}` -> relative error, see `QuantizedModule`.
     """
 
     path: Path
     plan: Plan
+    seconds: float
     step_seconds: dict[str, float]
     peak_memory_bytes: int
     peak_device_bytes: int | None
     module_error: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """Whole time of the conversion."""
-        return sum(self.step_seconds.values())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -86,7 +94,7 @@ def plan_conversion(
     overwrite: bool = False,
 ) -> Plan:
     """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`."""
-    resolved = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    resolved = load_recipe(recipe, overrides)
     with open_source(model, revision=revision, token=token) as source:
         return make_plan(source, resolved, Path(out), _device(device), overwrite=overwrite)
 
@@ -110,8 +118,7 @@ def convert(
         model: Hub id, checkpoint directory, or `.gguf` file.
         out: directory to create. It appears only when the artifact is whole.
         recipe: a Recipe, the name of one that ships, or a YAML file.
-        overrides: dotted recipe keys that replace the recipe's values, e.g. `{"int4.group_size": 64}`; only with a
-            recipe given by name or file.
+        overrides: dotted recipe keys that replace the recipe's values, e.g. `{"int4.group_size": 64}`.
         revision: Hub only: branch, tag or commit; the commit it resolves to is recorded.
         token: Hub only: access token; that of the environment or of the Hub's login when None.
         device: torch device that calibrates and quantizes.
@@ -122,7 +129,7 @@ def convert(
         ConvertError: the model, the recipe or the plan forbids it; ArtifactError: the artifact cannot be written.
     """
     device = _device(device)
-    resolved = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    resolved = load_recipe(recipe, overrides)
     clock = StepClock(device)
     with open_source(model, revision=revision, token=token) as source:
         with clock("plan"):
@@ -134,8 +141,9 @@ def convert(
             torch.cuda.reset_peak_memory_stats(device)
         shard_bytes = int(resolved.max_shard_gb * 1e9)
         with ArtifactWriter(Path(out), plan.manifest, max_shard_bytes=shard_bytes, overwrite=overwrite) as writer:
-            conversion = _Conversion(source, plan, writer, device, clock, progress or (lambda *_: None))
-            conversion.run()
+            with Workers(worker_count(device)) as workers:
+                conversion = _Conversion(source, plan, writer, workers, device, clock, progress or (lambda *_: None))
+                conversion.run()
             with clock("seal"):
                 for name, content in plan.side_files:
                     writer.copy_side_file(content, name)
@@ -143,6 +151,7 @@ def convert(
             result = ConversionResult(
                 path=path,
                 plan=plan,
+                seconds=clock.elapsed,
                 step_seconds=clock.seconds,
                 peak_memory_bytes=peak_host_bytes(),
                 peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
@@ -161,16 +170,17 @@ class _Conversion:
         source: Source,
         plan: Plan,
         writer: ArtifactWriter,
+        workers: Workers,
         device: torch.device,
         clock: StepClock,
         progress: Progress,
     ) -> None:
-        self.source, self.plan, self.writer, self.device = source, plan, writer, device
+        self.source, self.plan, self.writer, self.workers, self.device = source, plan, writer, workers, device
         self.clock, self.progress = clock, progress
         self.model = plan.manifest.model
         self.module_error: dict[str, float] = {}
         self.calibration: Calibration | None = None
-        self.initial_scales: Tensor | None = None
+        self.initial_scales = torch.empty(0)
 
     def run(self) -> None:
         """Write every tensor."""
@@ -195,13 +205,24 @@ class _Conversion:
             self.writer.write(name, tensor.contiguous())
 
     def _embedding(self) -> None:
-        embed = self.load(EMBEDDING)
         if self.plan.windows is not None:
+            embed = self.load(EMBEDDING)
             with self.clock("calibrate"):
                 self.calibration = Calibration(self.model, self.plan.windows.ids, embed, self.device)
-        else:
-            self.initial_scales = uncalibrated_scales(self.model, embed, self.plan.recipe.activation.margin)
-        self.write("embed", embed.to(torch.bfloat16))
+            del embed
+        rows = stacked_rows(self.source, [EMBEDDING])
+        vocab, hidden = self.model.vocab_size, self.model.hidden_size
+        step = max(1, _TILE // hidden)
+
+        def copy(start: int) -> float:
+            with self.clock("read"):
+                tile = rows(start, min(start + step, vocab))
+            with self.clock("write"):
+                self.writer.write_rows("embed", start, tile.to(torch.bfloat16))
+            return float(torch.maximum(tile.amax(), -tile.amin()))
+
+        amax = max(self.workers.map(copy, range(0, vocab, step)))
+        self.initial_scales = uncalibrated_scales(self.model, amax, self.plan.recipe.activation.margin)
         self.write("hadamard", sylvester_hadamard(self.model.rotation_block))
         self.write("final_norm", self.load(FINAL_NORM).float())
 
@@ -220,20 +241,21 @@ class _Conversion:
         for module, bias in biases.items():
             self.write(f"{prefix}.{module}.bias", bias)
         if self.calibration is None:
-            assert self.initial_scales is not None
             self.write(f"{prefix}.activation_scale", self.initial_scales[layer])
             for module in MODULES:
-                self._module(f"{prefix}.{module}", module_weight(self.load, layer, module), gains.get(module), None)
+                rows = stacked_rows(self.source, weight_names(layer, module))
+                self._module(f"{prefix}.{module}", rows, gains.get(module), None)
             return
         weights = {m: module_weight(self.load, layer, m) for m in MODULES}
-        statistics = self._calibrate(weights, gains, biases, norms)
+        statistics = self._calibrate(layer, weights, gains, biases, norms)
         self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
         for module in MODULES:
-            moment = statistics.second_moment[module]
-            self._module(f"{prefix}.{module}", weights.pop(module), gains.get(module), moment)
+            rows = rows_of(weights.pop(module))
+            self._module(f"{prefix}.{module}", rows, gains.get(module), statistics.second_moment[module])
 
     def _calibrate(
         self,
+        layer: int,
         weights: Mapping[str, Tensor],
         gains: Mapping[str, Tensor],
         biases: Mapping[str, Tensor],
@@ -241,33 +263,43 @@ class _Conversion:
     ) -> LayerStatistics:
         assert self.calibration is not None
         with self.clock("calibrate"):
-            layer = calibration_layer(weights, gains, biases, norms, self.device)
-            statistics = self.calibration.run_layer(layer)
+            statistics = self.calibration.run_layer(calibration_layer(weights, gains, biases, norms, self.device))
         for site, value in statistics.amax.items():
-            if not value < float("inf"):
+            if not (value < float("inf") and bool(statistics.second_moment[site].isfinite().all())):
                 raise ConvertError(
-                    f"calibration: the input of {site} is not finite; the checkpoint overflows 16 bits, or the "
-                    "calibration text drives it there: try another text, or --no-calibration"
+                    f"calibration: the input of layers.{layer}.{site} is not finite; the checkpoint overflows 16 bits, "
+                    "or the calibration text drives it there: try another text, or --no-calibration"
                 )
         return statistics
 
-    def _module(self, name: str, weight: Tensor, gain: Tensor | None, moment: Tensor | None) -> None:
+    def _module(self, name: str, rows: Rows, gain: Tensor | None, moment: Tensor | None) -> None:
+        """Convert a matrix a block of rows at a time, each read, quantized and written by one of the workers."""
         specs = self.plan.manifest.weights[name]
-        try:
-            with self.clock("quantize"):
-                done = quantize_module(weight, specs, gain=gain, second_moment=moment, device=self.device)
-        except ConvertError as error:
-            raise type(error)(f"{name}: {error}") from error
-        self.module_error.update({f"{name}.{fmt}": error for fmt, error in done.error.items()})
-        for suffix in list(done.tensors):
-            self.write(f"{name}.{suffix}", done.tensors.pop(suffix))
+        quantizer = ModuleQuantizer(specs, gain=gain, second_moment=moment, device=self.device)
+
+        def convert_block(block: RowBlock) -> dict[str, Tensor]:
+            with self.clock("read"):
+                parts = [rows(start, stop) for start, stop in block.ranges]
+            try:
+                with self.clock("quantize"):
+                    done = quantizer.quantize(block, parts)
+            except ConvertError as error:
+                raise type(error)(f"{name}: {error}") from error
+            with self.clock("write"):
+                for suffix, (first, part) in done.tensors.items():
+                    self.writer.write_rows(f"{name}.{suffix}", first, part)
+            return done.squares
+
+        squares = self.workers.map(convert_block, quantizer.blocks())
+        for weight_format in specs:
+            self.module_error[f"{name}.{weight_format}"] = relative_error(block[weight_format] for block in squares)
 
     def _head(self) -> None:
         if "head" not in self.plan.manifest.weights:
             return
         moment = None if self.calibration is None else self.calibration.head_second_moment()
-        weight = self.load(EMBEDDING if self.model.tie_word_embeddings else HEAD)
-        self._module("head", weight, self.load(FINAL_NORM).float(), moment)
+        rows = stacked_rows(self.source, [EMBEDDING if self.model.tie_word_embeddings else HEAD])
+        self._module("head", rows, self.load(FINAL_NORM).float(), moment)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -279,4 +311,6 @@ def _device(device: str | torch.device) -> torch.device:
         raise ConvertError(f"device {device!r} is not supported, expected cpu or cuda")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConvertError("device cuda: PyTorch sees no CUDA device here; use --device cpu")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConvertError(f"device {device}: PyTorch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 up")
     return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,22 @@ import torch
 
 
 class StepClock:
-    """Adds up seconds by step: `with clock("read"): …`. Work on a CUDA device is waited for."""
+    """Adds up seconds by step: `with clock("read"): …`, in any thread. Work on a CUDA device is waited for.
+
+    Attributes:
+        seconds: by step, summed over the threads.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self._device = device
+        self._started = time.perf_counter()
+        self._lock = threading.Lock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._started
 
     @contextmanager
     def __call__(self, step: str) -> Iterator[None]:
@@ -24,4 +36,5 @@ class StepClock:
         finally:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - started
+            with self._lock:
+                self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - started

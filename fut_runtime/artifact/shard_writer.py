@@ -25,11 +25,11 @@ class OpenShard:
         self.front = len(shard.header)
         self._next = 0
 
-    def write(self, place: TensorPlace, tensor: Tensor) -> None:
-        """Write one tensor's bytes."""
+    def write(self, place: TensorPlace, tensor: Tensor, skip_bytes: int = 0) -> None:
+        """Write one tensor's bytes, or some of them from `skip_bytes` on."""
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         with os_errors(self.path, f"tensor {place.spec.name} ({place.spec.nbytes} bytes) cannot be written"):
-            _write_all(self.descriptor, raw.numpy().data, place.offset)
+            _write_all(self.descriptor, raw.numpy().data, place.offset + skip_bytes)
 
     def advance(self, name: str) -> None:
         """Count a tensor as written and move the front over what is written without a gap."""

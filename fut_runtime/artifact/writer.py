@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -17,6 +18,15 @@ from fut_runtime.artifact.shard_writer import OpenShard
 from fut_runtime.artifact.shards import MAX_SHARD_BYTES, TORCH_DTYPES, TensorPlace, index_text, plan_shards
 from fut_runtime.artifact.staging import StagingDirectory, os_errors, write_file
 from fut_runtime.errors import ArtifactError
+
+
+@dataclass
+class _Parts:
+    """How far one tensor is: rows that writers took on, where each part begins, and rows that are in the file."""
+
+    claimed: int = 0
+    written: int = 0
+    starts: set[int] = field(default_factory=set)
 
 
 class ArtifactWriter:
@@ -51,7 +61,7 @@ class ArtifactWriter:
         self._shards: list[OpenShard] = []
         self._places: dict[str, tuple[OpenShard, TensorPlace]] = {}
         self._hasher = FollowingHasher()
-        self._started: set[str] = set()
+        self._parts: dict[str, _Parts] = {}
         self._lock = threading.Lock()
         self._finished = False
         try:
@@ -85,22 +95,42 @@ class ArtifactWriter:
         Raises:
             ArtifactError: unknown name, second writing, wrong dtype or shape, or the disk refuses.
         """
-        self._check_open()
-        if name not in self._places:
-            raise ArtifactError(f"{self._base}: the manifest has no tensor {name!r}")
-        shard, place = self._places[name]
+        spec = self._place(name)[1].spec
+        if tuple(tensor.shape) != spec.shape:
+            raise self._mismatch(name, tensor, str(spec.shape))
+        self.write_rows(name, 0, tensor)
+
+    def write_rows(self, name: str, start: int, rows: Tensor) -> None:
+        """Write a part of a tensor: the rows, along its first axis, from `start` on.
+
+        Args:
+            name: as for `write`.
+            start: 0 for the first row. Every row is written once, the parts in any order.
+            rows: of the dtype the layout gives the tensor, and but for the first axis its shape; any device.
+
+        Raises:
+            ArtifactError: unknown name, rows written already, wrong dtype or shape, or the disk refuses.
+        """
+        shard, place = self._place(name)
         spec = place.spec
-        if tensor.dtype != TORCH_DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
-            raise ArtifactError(
-                f"{shard.path}: tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
-                f"expected {TORCH_DTYPES[spec.dtype]} {spec.shape} from the manifest"
-            )
+        count = rows.shape[0] if rows.dim() else 0
+        if (
+            rows.dtype != TORCH_DTYPES[spec.dtype]
+            or tuple(rows.shape[1:]) != spec.shape[1:]
+            or not 0 <= start < start + count <= spec.shape[0]
+        ):
+            raise self._mismatch(name, rows, f"{spec.shape} or rows of it at {start}")
         with self._lock:
-            if name in self._started:
-                raise ArtifactError(f"{shard.path}: tensor {name} is written already")
-            self._started.add(name)
-        shard.write(place, tensor)
+            parts = self._parts.setdefault(name, _Parts())
+            if start in parts.starts or parts.claimed + count > spec.shape[0]:
+                raise ArtifactError(f"{shard.path}: tensor {name}, rows {start} to {start + count}: written already")
+            parts.starts.add(start)
+            parts.claimed += count
+        shard.write(place, rows, start * (spec.nbytes // spec.shape[0]))
         with self._lock, os_errors(shard.path, "cannot be read back or flushed"):
+            parts.written += count
+            if parts.written < spec.shape[0]:
+                return
             before = shard.front
             shard.advance(name)
             if shard.front > before:
@@ -182,6 +212,19 @@ class ArtifactWriter:
     def _check_open(self) -> None:
         if self._finished:
             raise ArtifactError(f"{self._base}: the artifact is sealed or given up already")
+
+    def _place(self, name: str) -> tuple[OpenShard, TensorPlace]:
+        self._check_open()
+        if name not in self._places:
+            raise ArtifactError(f"{self._base}: the manifest has no tensor {name!r}")
+        return self._places[name]
+
+    def _mismatch(self, name: str, found: Tensor, expected: str) -> ArtifactError:
+        shard, place = self._places[name]
+        return ArtifactError(
+            f"{shard.path}: tensor {name} is {found.dtype} {tuple(found.shape)}, "
+            f"expected {TORCH_DTYPES[place.spec.dtype]} {expected} from the manifest"
+        )
 
     def _write_sealed(self, name: str, data: bytes) -> None:
         write_file(self._base / name, data)
