@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fut_runtime.artifact.layout import SITES
-from fut_runtime.reference.numerics import E4M3_MAX, to_e4m3
+from fut_runtime.reference.numerics import E4M3_MAX, to_e4m3, true_divide
 
 SCALE_MODES: tuple[str, ...] = ("request", "delayed", "frozen")
 
@@ -52,6 +52,6 @@ class ActivationScales:
         usable = self._seen & self._amax.isfinite() & (self._amax > 0)
         self.ignored += int((self._seen & ~usable).sum())
         if not self.frozen:
-            self.scale = torch.where(usable, self.margin * self._amax / E4M3_MAX, self.scale)
+            self.scale = torch.where(usable, true_divide(self.margin * self._amax, E4M3_MAX), self.scale)
         self._amax.zero_()
         self._seen.zero_()

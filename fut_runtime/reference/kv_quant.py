@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fut_runtime.artifact.manifest import KVCacheSpec
+from fut_runtime.reference.numerics import true_divide
 from fut_runtime.reference.rotation import rotate
 
 LEVELS = 15
@@ -45,9 +46,9 @@ def quantize_heads(x: Tensor, spec: KVCacheSpec, signs: Tensor) -> QuantizedHead
     if spec.zero_point:
         zero = low.to(torch.bfloat16)
         span = (high - zero.to(x.dtype)).clamp_min(0)
-        scale = _positive(span / LEVELS)
+        scale = _positive(true_divide(span, LEVELS))
     else:
-        scale = _positive(torch.maximum(-low, high) / 7)
+        scale = _positive(true_divide(torch.maximum(-low, high), 7))
         zero = -8 * scale
     codes = ((x - zero.to(x.dtype)[..., None]) / scale.to(x.dtype)[..., None]).round().clamp(0, LEVELS)
     return QuantizedHeads(codes.to(torch.uint8), scale, zero)

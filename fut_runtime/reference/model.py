@@ -75,18 +75,32 @@ class ReferenceModel:
         positions = torch.arange(cache.length, cache.length + ids.numel(), device=self.device)
         rope = rope_tables(self.spec, positions, self.planned_tokens)
         h = self.embed[ids].to(self.numerics.dtype)
-        prefill = path == "prefill"
-        for index, layer in enumerate(self.prefill if prefill else self.decode):
-            if prefill and self.eight_bit:
-                if scales is None:
-                    raise FutError("E4M3 prefill needs the state of its activation scales")
-                products: EightBit | Sixteen = EightBit(scales, index, self.spec.rms_norm_eps)
-            else:
-                products = Sixteen(self.numerics, self.spec.rms_norm_eps)
-            attend_to = partial(cache.prefill if prefill else cache.decode, index)
-            h = run_layer(self.spec, layer, products, self.numerics, h, rope, attend_to)
+        for index in range(self.spec.num_layers):
+            h = self.forward_layer(cache, index, h, rope, path, scales)
         cache.advance(ids.numel())
         return h
+
+    def forward_layer(
+        self,
+        cache: RequestCache,
+        index: int,
+        h: Tensor,
+        rope: tuple[Tensor, Tensor],
+        path: str,
+        scales: ActivationScales | None = None,
+    ) -> Tensor:
+        """Run one layer over the tokens that follow those in the cache, without counting them: see `forward`."""
+        prefill = path == "prefill"
+        products: EightBit | Sixteen
+        if prefill and self.eight_bit:
+            if scales is None:
+                raise FutError("E4M3 prefill needs the state of its activation scales")
+            products = EightBit(scales, index, self.spec.rms_norm_eps)
+        else:
+            products = Sixteen(self.numerics, self.spec.rms_norm_eps)
+        layer = (self.prefill if prefill else self.decode)[index]
+        attend_to = partial(cache.prefill if prefill else cache.decode, index)
+        return run_layer(self.spec, layer, products, self.numerics, h, rope, attend_to)
 
     def logits(self, h: Tensor) -> Tensor:
         """Logits [tokens, vocab] in the compute type from the residual stream [tokens, hidden]."""

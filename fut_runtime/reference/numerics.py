@@ -40,6 +40,11 @@ def row_factor(h: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + eps)
 
 
+def true_divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, correctly rounded on every device: CUDA multiplies by the reciprocal of a Python number."""
+    return x / torch.full_like(x, divisor)
+
+
 def to_e4m3(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise activations: E4M3 values of x / scale in x's dtype, and the number of saturated elements (int64).
 
