@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 
 from odd_checkpoints import write_odd_checkpoint
+from repository import REPOSITORY
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # A shared machine's speed says nothing about the code, and a failure in CI must fail again when it is looked at.

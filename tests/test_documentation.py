@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from conftest import REPOSITORY
+from repository import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = ("fut-convert", "fut-run", "fut-artifact")

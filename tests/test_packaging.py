@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from conftest import REPOSITORY
 from fut_convert.recipe import recipe_names
+from repository import REPOSITORY
 
 DISTRIBUTION = "futransformer"
 PACKAGES = ("fut_convert", "fut_runtime")
