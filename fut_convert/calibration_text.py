@@ -19,6 +19,10 @@ from fut_runtime.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+#: Characters tokenized at first for each token wanted: twice what a token of ordinary text has.
+_CHARACTERS_PER_TOKEN = 8
+#: Tokens beside the place where a text was cut may differ from those of the whole text; so many are not used.
+_TOKENS_NEAR_CUT = 64
 _SHIPPED = Path(__file__).with_name("data") / "calibration.txt"
 
 
@@ -52,7 +56,7 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
         raise ConvertError(f"calibration text {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConvertError(f"calibration text {path.name}: not UTF-8 ({error}); convert it first") from error
-    ids = _tokenizer(source).encode(text)
+    ids = _first_tokens(_tokenizer(source), text, recipe.windows * recipe.window_tokens)
     if len(ids) < 2:
         raise ConvertError(f"calibration text {path.name} has {len(ids)} tokens; give a longer one")
     if max(ids) >= source.spec.vocab_size:
@@ -69,6 +73,16 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
         "window_tokens": length,
     }
     return CalibrationWindows(torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length), record)
+
+
+def _first_tokens(tokenizer: Tokenizer, text: str, wanted: int) -> list[int]:
+    """Up to `wanted` token ids from the beginning of a text, tokenizing little more of it than they take."""
+    characters = _CHARACTERS_PER_TOKEN * (wanted + _TOKENS_NEAR_CUT)
+    while True:
+        ids = tokenizer.encode(text[:characters])
+        if characters >= len(text) or len(ids) >= wanted + _TOKENS_NEAR_CUT:
+            return ids[:wanted]
+        characters *= 2
 
 
 def _tokenizer(source: Source) -> Tokenizer:
