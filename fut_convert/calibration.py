@@ -31,6 +31,11 @@ _ATTENTION_SCALE = 0.25
 _MLP_SCALE = 8.0
 
 
+def windows_at_once(model: ModelSpec, tokens: int, device: torch.device) -> int:
+    """Windows of so many tokens that run through a layer together."""
+    return max(1, _BATCH_BYTES[device.type] // (4 * tokens * 2 * model.intermediate_size))
+
+
 @dataclass
 class LayerStatistics:
     """Of one layer: FP64 [in] mean squares of each module's input before the gain, and absolute maxima of the sites."""
@@ -59,8 +64,7 @@ class Calibration:
         self.tokens = windows.shape[1]
         self.hidden = embed[windows].to(torch.bfloat16).to(device)
         self._rope = rope_tables(model, torch.arange(self.tokens, device=device))
-        wide = 4 * self.tokens * 2 * model.intermediate_size
-        self._batch = max(1, _BATCH_BYTES.get(device.type, _BATCH_BYTES["cpu"]) // wide)
+        self._batch = windows_at_once(model, self.tokens, device)
 
     @torch.inference_mode()
     def run_layer(self, layer: LayerWeights) -> LayerStatistics:

@@ -4,49 +4,57 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import psutil
 import torch
 
+from fut_convert.calibration import windows_at_once
 from fut_convert.calibration_text import CalibrationWindows
+from fut_convert.quantize.module import block_weights
 from fut_convert.sources import Source
-from fut_runtime.artifact.layout import all_tensors
+from fut_convert.workers import worker_count
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.spec import MODULES
 
-#: Interpreter, PyTorch and the other libraries.
-_PROCESS_BYTES = 500_000_000
-#: Temporaries of a block of rows in FP32, of reading, writing and hashing.
-_WORKING_BYTES = 300_000_000
-#: FP32 copies of gate and up that live at once while a batch of calibration windows passes the MLP.
+#: Interpreter, PyTorch and the other libraries; CUDA's libraries and context come on top.
+_PROCESS_BYTES = 400_000_000
+_CUDA_BYTES = 1_500_000_000
+#: A thread's buffers for reading, writing and hashing.
+_WORKER_BYTES = 25_000_000
+#: Bytes that a weight of a block takes in host memory while it is read, quantized on a CPU and written.
+_CPU_BLOCK_BYTES = 32
+_GPU_BLOCK_BYTES = 8
+#: FP32 copies of gate and up that live at once while a batch of calibration windows passes the MLP on a CPU.
 _WIDE_COPIES = 4
-_BATCH_BYTES = 1 << 28
 
 
 def estimate_host_bytes(
     source: Source, manifest: Manifest, windows: CalibrationWindows | None, device: torch.device
 ) -> int:
-    """Peak of the process's memory: one module (with calibration, one layer) read and written, or the embedding."""
+    """Peak of the process's memory: blocks of rows, and with calibration the embedding or a layer with its states."""
     model = manifest.model
-    element = 4 if source.dtype not in ("BF16", "F16") else 2
-    stored: dict[str, int] = {}
-    for tensor in all_tensors(manifest):
-        owner = tensor.name.rpartition(".")[0]
-        stored[owner] = stored.get(owner, 0) + tensor.nbytes
-    read = {m: element * model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES}
-    written = {m: stored[f"layers.0.{m}"] for m in MODULES}
-    # A stacked module exists as parts and as a whole while it is put together; codes exist unpacked and packed.
-    module = max(2 * read[m] + 2 * written[m] for m in MODULES)
-    embedding = 2 * element * model.vocab_size * model.hidden_size
-    peak = max(module, embedding)
-    if windows is not None:
-        layer = sum(read.values()) + max(read.values()) + 2 * max(written.values())
-        if device.type == "cpu":
-            hidden = 2 * windows.tokens * model.hidden_size
-            wide = 4 * windows.ids.shape[1] * 2 * model.intermediate_size
-            layer += 2 * sum(read.values()) // element + hidden + _WIDE_COPIES * max(wide, _BATCH_BYTES)
-        peak = max(layer, embedding)
-    return _PROCESS_BYTES + _WORKING_BYTES + peak
+    weights = {m: model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES}
+    block = min(block_weights(device), max(weights.values()))
+    on_cpu = device.type == "cpu"
+    workers = worker_count(device)
+    fixed = _PROCESS_BYTES + workers * (_WORKER_BYTES + (_CPU_BLOCK_BYTES if on_cpu else _GPU_BLOCK_BYTES) * block)
+    if not on_cpu:
+        fixed += _CUDA_BYTES
+    if windows is None:
+        return fixed
+    element = 2 if source.dtype in ("BF16", "F16") else 4
+    # A stacked module exists in parts and as a whole while it is put together.
+    layer = element * (sum(weights.values()) + max(weights.values()))
+    if on_cpu:
+        count, tokens = windows.ids.shape
+        if source.dtype != "BF16":
+            layer += 2 * sum(weights.values())
+        wide = 4 * tokens * 2 * model.intermediate_size
+        layer += _WIDE_COPIES * wide * min(count, windows_at_once(model, tokens, device))
+        layer += 2 * windows.tokens * model.hidden_size
+    embedding = element * model.vocab_size * model.hidden_size
+    return fixed + max(layer, embedding)
 
 
 def available_bytes() -> int:
@@ -56,5 +64,11 @@ def available_bytes() -> int:
 
 def peak_host_bytes() -> int:
     """Largest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    status = Path("/proc/self/status")
+    if status.exists():
+        # getrusage also counts what the parent held when it started this process.
+        peak = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), None)
+        if peak is not None:
+            return int(peak.split()[1]) * 1024
+    peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak_rss if sys.platform == "darwin" else peak_rss * 1024

@@ -22,10 +22,15 @@ from fut_runtime.artifact.orders import TILE_ROWS
 from fut_runtime.artifact.rows import to_stored_rows
 
 #: Weights in a block: on a CPU its FP32 temporaries stay in a core's cache.
-_BLOCK_CPU = 1 << 18
+_BLOCK_CPU = 1 << 19
 _BLOCK_GPU = 1 << 27
 
 _SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def block_weights(device: torch.device) -> int:
+    """Weights in a block, at most, that is quantized on a device."""
+    return _BLOCK_CPU if device.type == "cpu" else _BLOCK_GPU
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,7 @@ class ModuleQuantizer:
         """The blocks of the matrix, in the order of its stored rows; they depend on its shape and the device only."""
         rows, cols = self._shape
         half = rows // self._halves
-        weights = _BLOCK_CPU if self._device.type == "cpu" else _BLOCK_GPU
-        step = max(1, weights // cols // TILE_ROWS) * TILE_ROWS // self._halves
+        step = max(1, block_weights(self._device) // cols // TILE_ROWS) * TILE_ROWS // self._halves
         return [
             RowBlock(
                 tuple((part * half + first, part * half + min(first + step, half)) for part in range(self._halves)),
