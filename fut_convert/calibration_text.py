@@ -22,7 +22,7 @@ _CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 #: Characters tokenized at first for each token wanted: twice what a token of ordinary text has.
 _CHARACTERS_PER_TOKEN = 8
 #: Tokens beside the place where a text was cut may differ from those of the whole text; so many are not used.
-_TOKENS_NEAR_CUT = 64
+_TOKENS_NEAR_CUT = 256
 _SHIPPED = Path(__file__).with_name("data") / "calibration.txt"
 
 
