@@ -76,7 +76,7 @@ def simulate_prefill(
     seen = torch.zeros(sizes.layers, 4)
     embed = tensors["model.embed_tokens.weight"].double()
     h = bf16(embed[ids])
-    turns = torch.arange(len(ids))[:, None] * sizes.theta ** (-torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
+    turns = torch.arange(len(ids))[:, None] * (1 / sizes.theta ** (torch.arange(0, sizes.head_dim, 2) / sizes.head_dim))
     rotation = torch.complex(turns.cos(), turns.sin()).to(torch.complex128)
     for i in range(sizes.layers):
 

@@ -68,6 +68,31 @@ def test_several_threads_may_write(tmp_path: Path) -> None:
     assert contents(two) == contents(one)
 
 
+def test_tensors_may_come_in_parts(tmp_path: Path) -> None:
+    one = write_artifact(tmp_path / "one", MANIFEST, max_shard_bytes=60_000)
+    with ArtifactWriter(tmp_path / "two", MANIFEST, max_shard_bytes=60_000) as writer:
+        parts = [(name, start) for name, tensor in TENSORS.items() for start in range(0, len(tensor), 3)]
+        random.Random(0).shuffle(parts)
+        for name, start in parts:
+            assert name in writer.missing
+            writer.write_rows(name, start, TENSORS[name][start : start + 3])
+        two = writer.seal()
+    assert contents(two) == contents(one)
+
+
+def test_refused_parts(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "out", MANIFEST) as writer:
+        embed = TENSORS["embed"]
+        for start, rows in [(-1, embed[:2]), (49, embed[:2]), (0, embed[:0]), (0, embed[:, 1:]), (0, embed[0, 0])]:
+            with pytest.raises(ArtifactError, match="expected torch.bfloat16"):
+                writer.write_rows("embed", start, rows)
+        writer.write_rows("embed", 10, embed[10:20])
+        for start, rows in [(10, embed[10:11]), (0, embed)]:
+            with pytest.raises(ArtifactError, match="written already"):
+                writer.write_rows("embed", start, rows)
+        assert "embed" in writer.missing
+
+
 def test_flushed_parts_are_hashed_like_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "_FLUSH_BYTES", 10_000)
     monkeypatch.setattr(hashing, "_BLOCK_BYTES", 4096)

@@ -61,19 +61,29 @@ def test_search_never_loses_to_the_absolute_maximum(case: tuple[Tensor, Tensor])
         assert (searched <= absmax * (1 + 1e-5)).all()
 
 
-def test_search_finds_what_an_exhaustive_search_finds() -> None:
+def every_scale(lowest: float, highest: float, dtype: torch.dtype) -> list[Tensor]:
+    """Every value of a 16-bit type between two positive numbers, and their negatives."""
+    first, last = (int(torch.tensor(x).to(dtype).view(torch.int16)) for x in (lowest, highest))
+    positive = torch.arange(first, last + 1, dtype=torch.int16).view(dtype)
+    return list(torch.cat((positive, -positive)))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
+def test_search_finds_what_trying_every_scale_finds(spread: float) -> None:
+    """`spread`: standard deviation of the logarithm of the second moments; 0 stands for the unweighted search."""
     generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(100, GROUP, generator=generator)
-    moment = torch.randn(GROUP, generator=generator).exp().square()
-    for importance in (None, moment):
-        unit = weight.abs().amax(dim=1, keepdim=True) / 7.5
-        least = torch.full((100, 1), torch.inf, dtype=torch.float64)
-        for ratio in torch.linspace(-1.5, 1.5, 2001):
-            least = torch.minimum(least, error(weight, (unit * ratio).bfloat16(), importance))
-        method = "search" if importance is None else "weighted_search"
-        found = error(weight, scales_of(weight, method, moment), importance)
-        assert found.mean() <= 1.002 * least.mean()
-        assert (found <= 1.2 * least).all()
+    weight = torch.randn(120, GROUP, generator=generator)
+    moment = (torch.randn(GROUP, generator=generator) * spread).exp()
+    method, importance = ("weighted_search", moment) if spread else ("search", None)
+    largest = weight.abs().amax(dim=1)
+    least = torch.full((120, 1), torch.inf, dtype=torch.float64)
+    for scale in every_scale(largest.min().item() / 40, largest.max().item() / 4, torch.bfloat16):
+        least = torch.minimum(least, error(weight, scale.expand(120, 1), importance))
+    found = error(weight, scales_of(weight, method, moment), importance)
+    assert (found >= least * (1 - 1e-9)).all()
+    # Where a few channels carry nearly everything the error has narrow valleys, and a group may miss the deepest.
+    assert found.sum() <= 1.002 * least.sum()
+    assert (found <= 1.2 * least).all()
 
 
 def test_weighting_moves_the_error_to_where_nothing_flows() -> None:
