@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -101,6 +103,31 @@ def test_errors_count_what_calibration_saw(monkeypatch: pytest.MonkeyPatch) -> N
     seen = moment * gain.double() ** 2
     expected = ((seen * (decoded - weight) ** 2).sum() / (seen * weight.double() ** 2).sum()).sqrt()
     assert errors["int4"] == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("gain_at", ["runtime", "folded"])
+def test_errors_are_weighed_by_what_multiplies_the_stored_weights(gain_at: str) -> None:
+    """Calibration gives the moment before the gain; a gain at run time reaches the product as its square."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(32, 128, generator=generator)
+    gain = torch.randn(128, generator=generator).exp()
+    moment = torch.randn(128, generator=generator).exp().double()
+    spec = replace(specs((32, 128), False)["int4"], gain=gain_at, scale_method="weighted_search")
+    found, _ = assembled(ModuleQuantizer({"int4": spec}, gain=gain, second_moment=moment, device=CPU), weight)
+    stored, seen = (weight, moment * gain.double() ** 2) if gain_at == "runtime" else (weight * gain, moment)
+    scales = int4_scales(stored, GROUP, "weighted_search", second_moment=seen.float())
+    assert torch.equal(found["int4_scale"], pack_scales(scales))
+    assert torch.equal(found["int4"], pack_codes(rtn_int4(stored, scales, GROUP)))
+    assert not torch.equal(scales, int4_scales(stored, GROUP, "weighted_search", second_moment=moment.float() * 0 + 1))
+
+
+def test_modules_without_a_norm_before_them_know_no_gain() -> None:
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(2))
+    moment = torch.linspace(0.1, 5, 128, dtype=torch.float64)
+    spec = replace(specs((32, 128), False)["int4"], gain="none", scale_method="weighted_search")
+    found, _ = assembled(ModuleQuantizer({"int4": spec}, second_moment=moment, device=CPU), weight)
+    scales = int4_scales(weight, GROUP, "weighted_search", second_moment=moment.float())
+    assert torch.equal(found["int4_scale"], pack_scales(scales))
 
 
 def test_a_matrix_without_error_or_weights() -> None:
