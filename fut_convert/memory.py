@@ -18,15 +18,15 @@ from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.spec import MODULES
 
 #: Interpreter, PyTorch and the other libraries; CUDA's libraries and context come on top.
-_PROCESS_BYTES = 400_000_000
+_PROCESS_BYTES = 300_000_000
 _CUDA_BYTES = 1_500_000_000
 #: A thread's buffers for reading, writing and hashing.
-_WORKER_BYTES = 25_000_000
+_WORKER_BYTES = 15_000_000
 #: Bytes that a weight of a block takes in host memory while it is read, quantized on a CPU and written.
 _CPU_BLOCK_BYTES = 32
 _GPU_BLOCK_BYTES = 8
 #: FP32 copies of gate and up that live at once while a batch of calibration windows passes the MLP on a CPU.
-_WIDE_COPIES = 4
+_WIDE_COPIES = 5
 
 
 def estimate_host_bytes(

@@ -36,7 +36,7 @@ class Workers:
             return
         threads = torch.get_num_threads()
         everyone = threading.Barrier(count)
-        self._pool = ThreadPoolExecutor(count, "fut-convert", torch.set_num_threads, (1,))
+        self._pool = ThreadPoolExecutor(count, "fut-convert", _one_thread)
         # Each waits for all, so that all start now. The setting is partly global, hence set back for this thread.
         list(self._pool.map(lambda _: everyone.wait(), range(count)))
         torch.set_num_threads(threads)
@@ -55,3 +55,10 @@ class Workers:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> None:
+    """Make PyTorch single-threaded in the calling thread."""
+    # Asked for its threads first, a thread takes over the global number, which it would otherwise do later, over ours.
+    torch.get_num_threads()
+    torch.set_num_threads(1)

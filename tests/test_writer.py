@@ -84,7 +84,7 @@ def test_refused_parts(tmp_path: Path) -> None:
     with ArtifactWriter(tmp_path / "out", MANIFEST) as writer:
         embed = TENSORS["embed"]
         for start, rows in [(-1, embed[:2]), (49, embed[:2]), (0, embed[:0]), (0, embed[:, 1:]), (0, embed[0, 0])]:
-            with pytest.raises(ArtifactError, match="expected torch.bfloat16"):
+            with pytest.raises(ArtifactError, match="expected torch"):
                 writer.write_rows("embed", start, rows)
         writer.write_rows("embed", 10, embed[10:20])
         for start, rows in [(10, embed[10:11]), (0, embed)]:

@@ -22,7 +22,7 @@ from fut_runtime.artifact.orders import TILE_ROWS
 from fut_runtime.artifact.rows import to_stored_rows
 
 #: Weights in a block: on a CPU its FP32 temporaries stay in a core's cache.
-_BLOCK_CPU = 1 << 19
+_BLOCK_CPU = 1 << 18
 _BLOCK_GPU = 1 << 27
 
 _SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
