@@ -100,7 +100,12 @@ class Table:
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--group-size", default=64, show_default=True)
 @click.option("--max-windows", type=int)
-@click.option("--rows", default="all", show_default=True, help="all, or those whose group is in this list.")
+@click.option(
+    "--rows",
+    default="all",
+    show_default=True,
+    help="all, or some of rtn,absmax_7,absmax_7.5,search,builtin,kv,fp8,serve.",
+)
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
     model: str, text: Path, calibration_text: str, label: str, device: str, group_size: int, max_windows: int | None,
@@ -126,11 +131,12 @@ def main(
 
     with _no_gradients():
         table.row("BF16 weights, FP32 compute", ReferenceRunner(checkpoint, "prefill"))
-        if include("rtn"):
-            for method in ("absmax_7", "absmax_7.5", "search"):
+        for method in ("absmax_7", "absmax_7.5", "search"):
+            if include("rtn") or include(method):
                 options = base | {"calibration.enabled": False, "int4.scale_method": method, "weights": ["int4"]}
                 with _converted(model, options, device) as artifact:
                     table.row(f"RTN {method}", _runner(artifact, device, kv_cache="bf16"))
+        if include("rtn"):
             options = calibrated | {"weights": ["int4"], "int4.gain": "folded"}
             with _converted(model, options, device) as artifact:
                 table.row("RTN weighted_search, gain folded", _runner(artifact, device, kv_cache="bf16"))
