@@ -25,7 +25,10 @@ from fut_runtime.errors import ArtifactError
 from fut_runtime.reference import backend as reference
 
 Make = Callable[..., Path]
-QUICK: dict[str, Any] = {"calibration.windows": 2, "calibration.window_tokens": 40}
+#: A conversion in a tenth of a second; what the searches find is the subject of other tests.
+QUICK: dict[str, Any] = {
+    "calibration.windows": 2, "calibration.window_tokens": 40, "int4.scale_method": "absmax_7",
+}  # fmt: skip
 
 
 def converted(checkpoint: Path, out: Path, **overrides: Any) -> Artifact:
@@ -53,7 +56,9 @@ def test_every_family_in_every_format_computes_nearly_the_same(
     family: str, tied: bool, tiny_checkpoint: Make, tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoint(family=family, tied=tied)
-    artifact = converted(checkpoint, tmp_path / "out", weights=["e4m3", "int4", "bf16"])
+    artifact = converted(
+        checkpoint, tmp_path / "out", weights=["e4m3", "int4", "bf16"], int4__scale_method="weighted_search"
+    )
     exact = logits(artifact, decode_mode="bf16", prefill_mode="bf16", kv_cache="bf16", compute="fp32")
     # Twice what these random weights lose, or a little more.
     modes = [
@@ -95,7 +100,7 @@ def test_every_option_runs(options: dict[str, Any], tied: bool, tiny_checkpoint:
 
 def test_the_manifests_recipe_makes_the_same_artifact(tiny_checkpoint: Make, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint()
-    first = converted(checkpoint, tmp_path / "first", head="int4", activation__margin=2.0)
+    first = converted(checkpoint, tmp_path / "first", head="int4", activation__margin=2.0, int4__scale_method="auto")
     recipe = tmp_path / "any name.yaml"
     recipe.write_text(json.dumps(first.manifest.recipe))
     convert(str(checkpoint), tmp_path / "second", recipe=str(recipe))
