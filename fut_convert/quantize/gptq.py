@@ -1,0 +1,211 @@
+"""GPTQ: INT4 codes chosen column by column, the error of each made good by the columns that follow.
+
+Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", section 3.
+With x the input of the product and H the mean of xxᵀ, row w loses (w - ŵ) H (w - ŵ)ᵀ of its output. Let (H + λI)⁻¹ =
+UᵀU with U upper triangular. Rounding column j with error e leaves least if e · U[j, k] / U[j, j] is taken from every
+later column k before that one is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fut_convert.quantize.rtn import CODE_OFFSET, HIGHEST, LOWEST, nonzero_divisor, rtn_int4
+
+#: What damping that is too small is multiplied by, and the largest that is tried: at the mean of the diagonal what is
+#: left of the Hessian's structure is not worth having.
+_DAMPING_STEP = 10.0
+_MOST_DAMPING = 1.0
+#: Numbers of a matrix whose error is summed at once in FP64.
+_ERROR_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """How GPTQ runs.
+
+    Attributes:
+        damping: λ, as a share of the mean of the Hessian's diagonal; raised tenfold until the Hessian is definite.
+        act_order: quantize the columns of the largest activations first, while the others can still make good for
+            them. Groups are static: every column keeps its place and the scale of its group.
+        block_size: columns after which the rest of the matrix is updated; of no influence but rounding.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    block_size: int = 128
+
+
+@dataclass(frozen=True)
+class GptqResult:
+    """Codes of a matrix and how they came about.
+
+    Attributes:
+        codes: uint8 [out, in], values 0..15.
+        damping: λ that was used, a share of the mean of the diagonal; None after a fallback.
+        fallback: why the whole matrix was rounded to nearest instead, or None.
+        nearest_rows: rows for which rounding to nearest was better, and was kept.
+        weighted_error: tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), the squared relative error of the output.
+    """
+
+    codes: Tensor
+    damping: float | None
+    fallback: str | None
+    nearest_rows: int
+    weighted_error: float
+
+
+@dataclass(frozen=True)
+class HessianFactor:
+    """A factorised Hessian.
+
+    Attributes:
+        order: columns in the order of their quantization.
+        upper: float32 [in, in], U in that order.
+        damping: λ that made it definite, as a share of the mean of the diagonal.
+    """
+
+    order: list[int]
+    upper: Tensor
+    damping: float
+
+    def irreparable(self) -> Tensor:
+        """What a squared error of each column costs once the later columns have made good for it as they can.
+
+        1 / U[j, j]², float32 [in] in the columns' own order: the variance of that input which those quantized after it
+        do not explain. The sum of these times the squared rounding errors is what the column loop loses.
+        """
+        values = torch.empty_like(self.upper.diagonal())
+        values[torch.tensor(self.order, device=values.device)] = self.upper.diagonal().square().reciprocal()
+        return values
+
+
+def gptq_int4(
+    weight: Tensor,
+    hessian: Tensor,
+    scales: Tensor,
+    group_size: int,
+    settings: GptqSettings | None = None,
+    factor: HessianFactor | None = None,
+) -> GptqResult:
+    """Codes that keep the output: weight ≈ (code - 8) · scale of its group.
+
+    Args:
+        weight: float32 [out, in], `in` a multiple of `group_size`.
+        hessian: float32 or float64 [in, in], symmetric: the sum or mean of xxᵀ over the inputs of the product. A column
+            that was never active (zero on the diagonal) is rounded to nearest.
+        scales: [out, in / group_size], already in their storage type, of either sign.
+        group_size: neighbouring weights of a row that share a scale.
+        factor: what `factorize` makes of this Hessian, where it is known already.
+
+    Raises:
+        ValueError: the Hessian has the wrong shape or holds values that are not finite.
+    """
+    settings = settings or GptqSettings()
+    columns = weight.shape[1]
+    if hessian.shape != (columns, columns):
+        raise ValueError(f"the Hessian of {columns} inputs is {list(hessian.shape)}, expected {[columns, columns]}")
+    if not bool(torch.isfinite(hessian).all()):
+        raise ValueError("the Hessian holds values that are not finite")
+    hessian = hessian.double()
+    codes = rtn_int4(weight, scales, group_size)
+    total = _row_errors(weight, None, scales, group_size, hessian).sum()
+    rounded = _row_errors(weight, codes, scales, group_size, hessian)
+    factor = factor or factorize(hessian, settings)
+    if factor is None:
+        reason = f"the Hessian is not positive definite, even with damping {_MOST_DAMPING:g}"
+        return GptqResult(codes, None, reason, len(weight), _share(rounded, total))
+    solved = solve_columns(weight, scales, group_size, factor, settings.block_size)
+    errors = _row_errors(weight, solved, scales, group_size, hessian)
+    # The feedback is greedy and damped: now and then it loses.
+    nearest = rounded < errors
+    codes = torch.where(nearest[:, None], codes, solved)
+    error = _share(torch.where(nearest, rounded, errors), total)
+    return GptqResult(codes, factor.damping, None, int(nearest.sum()), error)
+
+
+def factorize(hessian: Tensor, settings: GptqSettings) -> HessianFactor | None:
+    """Order the columns and factorise the inverse of the damped Hessian; None if no damping makes it definite.
+
+    Args:
+        hessian: float32 or float64 [in, in]; the work is done in FP64.
+    """
+    hessian = hessian.double()
+    diagonal = hessian.diagonal()
+    columns = len(diagonal)
+    order = torch.arange(columns, device=hessian.device)
+    if settings.act_order:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    active = diagonal != 0
+    mean = diagonal[active].mean() if bool(active.any()) else torch.ones((), device=hessian.device)
+    # H = RRᵀ with R upper triangular is Cholesky's factorisation from the last column to the first, and U = R⁻¹: one
+    # factorisation and one triangular inverse, never the square of the condition that inverting H would bring.
+    backwards = order.flip(0)
+    reordered = hessian[backwards][:, backwards]
+    idle = torch.where(active, 0.0, mean)[backwards]
+    damping = settings.damping
+    while mean > 0:
+        damped = reordered.clone()
+        damped.diagonal().add_(idle + damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed):
+            identity = torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
+            upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+            return HessianFactor(order.tolist(), upper.to(torch.float32).contiguous(), damping)
+        if damping >= _MOST_DAMPING:
+            break
+        damping = min(_MOST_DAMPING, max(damping, 1e-4) * _DAMPING_STEP)
+    return None
+
+
+def solve_columns(weight: Tensor, scales: Tensor, group_size: int, factor: HessianFactor, block_size: int) -> Tensor:
+    """The column loop: uint8 codes [out, in] of float32 weights [out, in]."""
+    order = torch.tensor(factor.order, device=weight.device)
+    # Transposed, so that a column is contiguous.
+    rest = weight.T[order].contiguous()
+    steps = scales.to(torch.float32).T.contiguous()
+    divisors = nonzero_divisor(steps)
+    levels = torch.empty_like(rest, dtype=torch.int8)
+    diagonal = factor.upper.diagonal().tolist()
+    for first in range(0, len(rest), block_size):
+        block = rest[first : first + block_size]
+        last = first + len(block)
+        upper = factor.upper[first:last, first:last]
+        errors = torch.empty_like(block)
+        for i, column in enumerate(block):
+            group = factor.order[first + i] // group_size
+            nearest = (column / divisors[group]).round_().clamp_(LOWEST, HIGHEST)
+            levels[first + i] = nearest
+            torch.sub(column, nearest.mul_(steps[group]), out=errors[i]).div_(diagonal[first + i])
+            block[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
+        rest[last:].addmm_(factor.upper[first:last, last:].T, errors, alpha=-1)
+    codes = torch.empty_like(levels)
+    codes[order] = levels.add_(CODE_OFFSET)
+    return codes.view(torch.uint8).T.contiguous()
+
+
+def dequantize(codes: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    """(code - 8) · scale, float32 [out, in]."""
+    levels: Tensor = codes.unflatten(1, (-1, group_size)).to(torch.float32).sub_(CODE_OFFSET)
+    levels *= scales.to(torch.float32)[..., None]
+    return levels.flatten(1)
+
+
+def _row_errors(weight: Tensor, codes: Tensor | None, scales: Tensor, group_size: int, hessian: Tensor) -> Tensor:
+    """FP64 [out], (w - ŵ) H (w - ŵ)ᵀ of each row, or w H wᵀ without codes."""
+    step = max(1, _ERROR_CHUNK // weight.shape[1])
+    parts = []
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
+        lost = weight[rows].double()
+        if codes is not None:
+            lost -= dequantize(codes[rows], scales[rows], group_size)
+        parts.append(((lost @ hessian) * lost).sum(dim=1))
+    return torch.cat(parts)
+
+
+def _share(errors: Tensor, total: Tensor) -> float:
+    return (errors.sum() / total).item() if total > 0 else 0.0
