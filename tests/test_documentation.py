@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -85,3 +85,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_python_examples_are_python(page: Path) -> None:
     for block in code_blocks(page, "python"):
         compile(block, str(page), "exec")
+
+
+def test_readme_example_runs(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny_checkpoint("checkpoint", layers=1)
+    monkeypatch.chdir(tmp_path)
+    for block in code_blocks(REPOSITORY / "README.md", "python"):
+        exec(compile(block, "README.md", "exec"), {})
+    assert (tmp_path / "artifact" / "fut_config.json").is_file()
+    assert capsys.readouterr().out
