@@ -181,7 +181,7 @@ def _print_artifact(console: Console, facts: dict[str, Any], tokenizer: dict[str
     template = "none: fut-run continues plain text"
     rows = {
         "artifact": f"{facts['path']}, {facts['bytes'] / 1e6:.1f} MB",
-        "source": f"{source.get('id', 'unknown')}" + (f" at {commit}" if commit else ""),
+        "source": (source.get("id") or source.get("name") or "unknown") + (f" at {commit}" if commit else ""),
         "model": f"{facts['architecture']}, {facts['layers']} layers, hidden size {facts['hidden_size']}, {heads}",
         "context": f"{facts['context_tokens']} tokens, rope {facts['rope']}",
         "vocabulary": f"{facts['vocabulary']}, ends at {', '.join(map(str, facts['eos_token_ids'])) or 'no token'}",
