@@ -101,7 +101,7 @@ def _tokenizer(source: Source) -> Tokenizer:
     for name in _CONFIG_FILES:
         try:
             config |= json.loads(contents.get(name, b"{}"))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConvertError(f"{name}: not a JSON object ({error})") from error
     # A chat template that cannot be read is no reason not to calibrate.
     config.pop("chat_template", None)

@@ -70,6 +70,8 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise SamplingError(f"stop holds {text!r}, expected non-empty strings")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise SamplingError(f"stop holds {text!r}, which is not Unicode text and can never appear")
 
     @property
     def greedy(self) -> bool:

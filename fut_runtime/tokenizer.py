@@ -107,7 +107,11 @@ class Tokenizer:
             add_special_tokens: add the BOS the tokenizer asks for (`add_bos_token` where the config says it, else the
                 post-processor of tokenizer.json). A text that spells the BOS itself keeps one, not two. False is for
                 rendered chat templates, which hold all markup already. An EOS is never added: a prompt goes on.
+
+        Raises:
+            TokenizerError: the text holds half a surrogate pair.
         """
+        check_unicode(text, "the text")
         plain: list[int] = self.raw.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
             return plain
@@ -160,6 +164,21 @@ class Tokenizer:
         return Detokenizer(self.raw, self.special_ids, byte_fallback=self._byte_fallback, context=context)
 
 
+def check_unicode(text: str, what: str) -> None:
+    """Refuse what Python takes for text and no tokenizer does.
+
+    Raises:
+        TokenizerError: `text` holds half a surrogate pair, as Python makes of command lines that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"{what} holds {text[error.start]!r} (character {error.start}), which is half a surrogate pair and no "
+            "Unicode character; it was not UTF-8 where it came from"
+        ) from error
+
+
 def _token_text(value: Any) -> str | None:
     """Text of a special token as configs write it: a string, or an object with `content`."""
     if isinstance(value, Mapping):
@@ -183,7 +202,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{file}: holds {type(value).__name__}, expected a JSON object")

@@ -67,7 +67,7 @@ def run(backend: Answering, loaded: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fut_runtime.engine, "Engine", load)
 
-    def invoke(*args: str, stdin: str | None = None, tokenizer: Tokenizer | None = None) -> Result:
+    def invoke(*args: str, stdin: str | bytes | None = None, tokenizer: Tokenizer | None = None) -> Result:
         tokenizers[0] = tokenizer or TOKENIZER
         result = CliRunner().invoke(main, list(args), input=stdin)
         assert backend.open == {}
@@ -154,6 +154,8 @@ def test_logprobs_for_readers_go_to_standard_error(run: Run) -> None:
         (b'{"system": "a"}', "expected either prompt or messages"),
         (b'{"prompt": ""}', "prompt is '', expected a non-empty str"),
         (b"\xff", "byte 0 is not UTF-8"),
+        (b"[" * 100_000, "line 1: not valid JSON"),
+        (b'"a\\ud800"', "half a surrogate pair"),
     ],
 )
 def test_broken_prompt_files(run: Run, tmp_path: Path, content: bytes, message: str) -> None:
@@ -175,11 +177,26 @@ def test_broken_prompt_files(run: Run, tmp_path: Path, content: bytes, message: 
         (["--raw", "--system", "s"], "--raw turns off"),
         (["--prompts-file", "x"], "not both"),
         (["--nonsense"], "nonsense"),
+        (["--stop", "a\udcff"], "not Unicode text"),
     ],
 )
 def test_wrong_usage_exits_2(run: Run, args: list[str], message: str) -> None:
     result = run("generate", "OUT", "--prompt", "a", *args)
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_an_empty_prompt_has_a_line_of_its_own_in_a_batch(run: Run) -> None:
+    result = run("generate", "OUT", "--prompt", "", "--prompt", "?")
+    assert (result.exit_code, result.stdout) == (0, "[1/2] \n\n\n[2/2] ?\nhello\n\n")
+
+
+def test_command_lines_and_chats_that_are_not_utf_8(run: Run) -> None:
+    # Python hands bytes of the command line that are not UTF-8 over as lone surrogates.
+    for option in (["--raw", "--prompt", "a\udcff"], ["--prompt", "a", "--system", "a\udcff"]):
+        result = run("generate", "OUT", *option)
+        assert result.exit_code == 1 and "half a surrogate pair" in result.stderr
+    result = run("chat", "OUT", stdin=b"\xff\n")
+    assert result.exit_code == 1 and "standard input: not UTF-8" in result.stderr
 
 
 def test_greedy_says_what_it_ignores(run: Run) -> None:

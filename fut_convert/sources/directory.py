@@ -189,7 +189,7 @@ def read_json_object(path: Path, where: str) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: holds a {type(data).__name__}, expected an object")

@@ -125,7 +125,7 @@ class SafetensorsFile:
             end = 8 + length
             for tensor, entry in header.items():
                 end = max(end, self._add(str(tensor), entry, 8 + length))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{self.name}: its safetensors header cannot be read ({error})") from error
         if end > size:
             return [

@@ -59,11 +59,17 @@ def chat(system: str | None, max_new_tokens: int, **options: Any) -> None:
 
 
 def _read_line() -> str | None:
-    """The user's next line; None at the end of input."""
+    """The user's next line; None at the end of input.
+
+    Raises:
+        FutError: the input is not in the encoding that the terminal or the environment names.
+    """
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise FutError(f"standard input: not {error.encoding.upper()} ({error.reason})") from error
 
 
 def _command(conversation: Conversation, line: str) -> bool:

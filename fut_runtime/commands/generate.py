@@ -128,7 +128,7 @@ class _Printer:
             return
         if not self._streams:
             title = prompt if isinstance(prompt, str) else prompt.get("prompt", "(messages)")
-            first_line = title.splitlines()[0][:100]
+            first_line = title.partition("\n")[0][:100]
             write_text(f"[{completion.index + 1}/{len(self._given)}] {first_line}\n")
         write_text(completion.text[self._shown :])
         write_text("" if completion.text.endswith("\n") else "\n")

@@ -82,7 +82,7 @@ def _read_file(file: Path) -> list[str | dict[str, Any]]:
 def _json_prompt(line: str, where: str) -> str | dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptFileError(f"{where}: not valid JSON ({error})") from error
     if isinstance(value, str):
         return value

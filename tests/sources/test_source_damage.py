@@ -65,6 +65,7 @@ def _header(text: bytes) -> bytes:
         (b"\xff" * 64, "not a safetensors file"),
         (struct.pack("<Q", 5000) + b"{}", "fewer than its header"),
         (_header(b"not json"), "cannot be read"),
+        (_header(b"[" * 100_000), "cannot be read"),
         (_header(b"[]"), "not an object"),
         (_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "data_offsets"),
         (_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}') + b"0000", "does not fill 4 bytes"),
@@ -142,6 +143,14 @@ def test_index_and_files_that_disagree(tmp_path: Path) -> None:
         open_source(str(directory))
     index.write_text('{"weight_map": []}')
     with pytest.raises(CheckpointError, match="weight_map is not"):
+        open_source(str(directory))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_json_nested_without_end(tmp_path: Path, name: str) -> None:
+    directory = checkpoint(tmp_path / "model", shards=2)
+    (directory / name).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=f"{name}: not valid JSON"):
         open_source(str(directory))
 
 
