@@ -122,13 +122,18 @@ def load_backend(artifact: Artifact, name: str = "auto", *, device: str | None =
     if not statuses[name].available:
         raise UnsupportedError(f"the {name} backend does not work here: {statuses[name].detail}")
     device = device or _default_device()
-    _check_device(device)
+    check_device(device)
     given = {key: value for key, value in options.items() if value is not None}
     backend: Backend = import_module(_MODULES[name]).load(artifact, device=device, **given)
     return backend
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
+    """Make sure that PyTorch can compute on a device here.
+
+    Raises:
+        UnsupportedError: no such device, or this PyTorch cannot use it; the message says why.
+    """
     import torch
 
     try:
@@ -138,6 +143,11 @@ def _check_device(name: str) -> None:
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UnsupportedError(f"device is {name!r}, but PyTorch sees {count} CUDA devices here")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch is built without this kind of device
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedError(f"device is {name!r}, which PyTorch cannot use here ({reason})") from error
 
 
 def _cuda_status() -> BackendStatus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib import import_module
 from typing import Any
@@ -42,6 +43,10 @@ class CommandGroup(click.Group):
             return super().invoke(ctx)
         except FutError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has left, as `head` does; click knows how to leave quietly
+                raise
+            raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)

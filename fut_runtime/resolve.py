@@ -20,15 +20,22 @@ def resolve_artifact(model: str | Path, revision: str | None = None) -> Path:
 
     Raises:
         ArtifactError: there is no such directory or repository, or it holds no artifact; the message says what it
-            holds instead and what to do.
+            holds instead and what to do. A local directory that was given a revision is refused, too.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        _check_directory(path)
-        return path
-    if path.exists():
-        raise ArtifactError(f"{path} is a file, expected the directory of an artifact{_convert_hint(path)}")
     text = str(model)
+    if not text:
+        raise ArtifactError("the name of the artifact is empty: give its directory, or a Hub id (owner/name)")
+    path = Path(model).expanduser()
+    try:
+        if path.is_dir():
+            _check_directory(path)
+            if revision is not None:
+                raise ArtifactError(f"{path} is a local directory, which has no revision {revision!r}")
+            return path
+        if path.exists():
+            raise ArtifactError(f"{path} is a file, expected the directory of an artifact{_convert_hint(path)}")
+    except OSError as error:
+        raise ArtifactError(f"{path}: {error.strerror}") from error
     if isinstance(model, Path) or not _HUB_ID.fullmatch(text):
         raise ArtifactError(f"{text}: no such directory (a Hub id has the form owner/name)")
     return _download(text, revision)

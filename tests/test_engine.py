@@ -121,6 +121,8 @@ def test_modes_the_artifact_has_no_weights_for_are_refused(tmp_path: Path) -> No
         Engine(out, device="gpu")
     with pytest.raises(UnsupportedError, match="but PyTorch sees"):
         Engine(out, device="cuda:99")
+    with pytest.raises(UnsupportedError, match="'meta', which PyTorch cannot use here"):
+        Engine(out, device="meta")
     with Engine(out, device="cpu") as engine:
         assert engine.tokenizer is None
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))[0].token_ids) <= 2
@@ -141,6 +143,27 @@ def test_what_is_no_artifact_is_named(tmp_path: Path) -> None:
             resolve_artifact(str(tmp_path / name))
     with pytest.raises(ArtifactError, match="a Hub id has the form owner/name"):
         resolve_artifact("llama")
+    with pytest.raises(ArtifactError, match="the name of the artifact is empty"):
+        resolve_artifact("")
+    with pytest.raises(ArtifactError, match="File name too long"):
+        resolve_artifact("x" * 5000)
+
+
+def test_a_directory_has_no_revision(artifact: Path) -> None:
+    with pytest.raises(ArtifactError, match="is a local directory, which has no revision 'v1'"):
+        resolve_artifact(artifact, "v1")
+
+
+def test_each_mode_names_those_that_would_work(tmp_path: Path) -> None:
+    int4 = write_artifact(tmp_path / "int4", make_manifest(formats=("int4",)))
+    with pytest.raises(UnsupportedError, match="choose prefill_mode decode, or convert again"):
+        Engine(int4, device="cpu")
+    bf16 = write_artifact(tmp_path / "bf16", make_manifest(formats=("bf16",)))
+    with pytest.raises(UnsupportedError, match="choose decode_mode bf16, or"):
+        Engine(bf16, device="cpu")
+    with pytest.raises(UnsupportedError, match="choose prefill_mode bf16 or decode, or"):
+        Engine(bf16, device="cpu", decode_mode="bf16")
+    Engine(bf16, device="cpu", decode_mode="bf16", prefill_mode="bf16").close()
 
 
 class Response:

@@ -218,6 +218,14 @@ def test_failures_exit_1_without_a_traceback(run: Run, backend: Answering, monke
     assert result.exit_code == 1 and "Error: out of memory" in result.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_behind_standard_output_is_one_message() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", "from fut_runtime.cli import main; main(['info', '--json'])"]
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode != 0 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_missing_artifact_is_named(tmp_path: Path) -> None:
     for command in (["generate", "--prompt", "a"], ["chat"], ["info"]):
         result = CliRunner().invoke(main, [command[0], str(tmp_path / "none"), *command[1:]])

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from fut_runtime.artifact.reader import Artifact
+from fut_runtime.backend import check_device
 from fut_runtime.errors import FutError
 from fut_runtime.evaluate.baseline import checkpoint_runner
 from fut_runtime.evaluate.perplexity import PerplexityResult, evaluate_perplexity
@@ -21,6 +21,7 @@ from fut_runtime.evaluate.runner import PROTOCOLS, ReferenceRunner
 from fut_runtime.evaluate.windows import cut_windows
 from fut_runtime.reference import backend as reference
 from fut_runtime.reference.activation_scale import SCALE_MODES
+from fut_runtime.tokenizer import Tokenizer
 
 
 @click.group("eval")
@@ -93,6 +94,7 @@ def perplexity(
     """
     from fut_runtime.engine import resolve_artifact
 
+    check_device(device)
     opened = Artifact.open(resolve_artifact(artifact))
     ids = _encode(opened, text)
     windows = cut_windows(ids, window_tokens, max_windows)
@@ -105,6 +107,11 @@ def perplexity(
     )  # fmt: skip
     runner = ReferenceRunner(backend.model, protocol, backend.new_scales, keep_scales=scale_mode == "delayed")
     base = None if baseline is None else checkpoint_runner(baseline, device)
+    if base is not None and base.model.spec.vocab_size != opened.manifest.model.vocab_size:
+        raise FutError(
+            f"--baseline {baseline} has {base.model.spec.vocab_size} tokens in its vocabulary and {opened.path} has "
+            f"{opened.manifest.model.vocab_size}: give the checkpoint that the artifact was made from"
+        )
     console = Console(stderr=True, quiet=as_json or not sys.stderr.isatty())
     started = time.monotonic()
     with console.status("scoring") as status:
@@ -120,7 +127,7 @@ def perplexity(
     if runner.quantized:
         settings["saturated_share"] = runner.saturated / runner.quantized
     if as_json:
-        click.echo(json.dumps(_without_nan({**settings, **result.to_dict()})))
+        click.echo(json.dumps(_finite({**settings, **result.to_dict()})))
     else:
         _print(result, settings)
 
@@ -133,14 +140,14 @@ def _encode(artifact: Artifact, text: Path) -> list[int]:
         content = text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FutError(f"{text}: not UTF-8 ({error}); convert it first") from error
-    ids: list[int] = Tokenizer.from_file(str(path)).encode(content).ids
-    return ids
+    return Tokenizer.from_directory(artifact.path).encode(content)
 
 
-def _without_nan(value: object) -> object:
+def _finite(value: object) -> object:
+    """A value with null for every number that JSON does not have."""
     if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print(result: PerplexityResult, settings: dict[str, object]) -> None:

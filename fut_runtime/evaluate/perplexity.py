@@ -81,9 +81,9 @@ def evaluate_perplexity(
         if not bool(rows[-1].isfinite().all()):
             raise FutError(f"window {index}: the model's likelihoods are not finite")
         if progress is not None:
-            progress(index, math.exp(torch.stack(rows)[:, 0].mean().item()))
+            progress(index, _exp(torch.stack(rows)[:, 0].mean()))
     nll, base, kl, top1 = torch.stack(rows).unbind(1)
-    result = PerplexityResult(len(windows), windows.shape[1], math.exp(nll.mean().item()), Estimate.of(nll))
+    result = PerplexityResult(len(windows), windows.shape[1], _exp(nll.mean()), Estimate.of(nll))
     if baseline is None:
         return result
     return PerplexityResult(
@@ -91,11 +91,16 @@ def evaluate_perplexity(
         result.window_tokens,
         result.perplexity,
         result.nll,
-        baseline_perplexity=math.exp(base.mean().item()),
+        baseline_perplexity=_exp(base.mean()),
         nll_difference=Estimate.of(nll - base),
         kl=Estimate.of(kl),
         top1=Estimate.of(top1),
     )
+
+
+def _exp(nll: Tensor) -> float:
+    """exp of one FP64 number; infinity, and no error, where it is beyond that type."""
+    return nll.exp().item()
 
 
 def _score(runner: WindowRunner, baseline: WindowRunner | None, window: Tensor) -> Tensor:

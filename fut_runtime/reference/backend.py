@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -160,9 +160,10 @@ def load(
     device = torch.device(device)
     stored = manifest.weights["layers.0.qkv"]
     decode_format = DECODE_FORMATS[decode_mode]
-    prefill_format = {"e4m3": "e4m3", "bf16": "bf16" if "bf16" in stored else "e4m3", "decode": decode_format}[
-        prefill_mode
-    ]
+    prefill_formats = {"e4m3": "e4m3", "bf16": "bf16" if "bf16" in stored else "e4m3", "decode": decode_format}
+    prefill_format = prefill_formats[prefill_mode]
+    _check_stored(artifact, "decode_mode", decode_mode, DECODE_FORMATS)
+    _check_stored(artifact, "prefill_mode", prefill_mode, prefill_formats)
     formats = {decode_format, prefill_format}
     weights = sum(n * k for n, k in (spec.module_shape(m) for m in MODULES)) * spec.num_layers
     head = spec.vocab_size * spec.hidden_size
@@ -187,3 +188,16 @@ def load(
     )
     scale = torch.stack([artifact.tensor(f"layers.{i}.activation_scale") for i in range(spec.num_layers)])
     return ReferenceBackend(model, scale, manifest.activation.margin, scale_mode)
+
+
+def _check_stored(artifact: Artifact, option: str, mode: str, formats: Mapping[str, str]) -> None:
+    """Refuse a mode whose weights the artifact does not carry, with those that would work."""
+    stored = artifact.manifest.weights["layers.0.qkv"]
+    if formats[mode] in stored:
+        return
+    possible = [name for name, weight_format in formats.items() if weight_format in stored]
+    raise UnsupportedError(
+        f"{artifact.path}: {option} {mode} needs weights in {formats[mode]}, and this artifact has "
+        f"{' and '.join(sorted(stored))}: choose {option} {' or '.join(possible)}, or convert again with "
+        f"--weights including {formats[mode]}"
+    )
