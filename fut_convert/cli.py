@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 from fut_convert import __version__
 from fut_convert.errors import RecipeError
 from fut_runtime.errors import FutError
+from fut_runtime.termination import Terminated, terminable
 
 INTERRUPTED = 130
 #: How PyTorch's allocators for GPUs and for CPUs say it.
@@ -83,7 +85,8 @@ def main(
       fut-convert ./checkpoint out/ --dry-run
       fut-convert ./checkpoint out/ --no-calibration --scale-method absmax_7
 
-    Exit codes: 0 done, 1 failed or refused, 2 wrong usage (an option, or the recipe), 130 interrupted.
+    Exit codes: 0 done, 1 failed or refused, 2 wrong usage (an option, or the recipe), 130 interrupted, 143
+    terminated.
     """
     overrides: dict[str, Any] = {key: options[name] for name, key in _RECIPE_OPTIONS.items()}
     if no_calibration:
@@ -92,16 +95,19 @@ def main(
             raise click.UsageError(f"--{idle[0].replace('_', '-')} says how to calibrate, --no-calibration not to")
         overrides["calibration.enabled"] = False
     try:
-        _run(model, out, recipe, overrides, revision, device, overwrite, dry_run, as_json)
+        with terminable():
+            _run(model, out, recipe, overrides, revision, device, overwrite, dry_run, as_json)
     except RecipeError as error:
         raise click.UsageError(str(error)) from error
     except FutError as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
+        if error.errno == errno.EPIPE:  # the reader has left, as `head` does; click knows how to leave quietly
+            raise
         raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         click.echo("interrupted; nothing was left behind", err=True)
-        sys.exit(INTERRUPTED)
+        sys.exit(error.exit_code if isinstance(error, Terminated) else INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise

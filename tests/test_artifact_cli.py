@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner, Result
 from fut_runtime.artifact.cli import main
 from fut_runtime.artifact.inspect import format_totals, tensor_rows
 from fut_runtime.artifact.reader import Artifact
+from fut_runtime.artifact.report import ByteProgress
 from tiny_artifact import MODEL, make_manifest, random_tensors, write_artifact
 
 SHARD = "model-00001-of-00001.safetensors"
@@ -103,6 +106,22 @@ def test_export_says_what_it_did(tmp_path: Path) -> None:
     result = run("export", artifact, tmp_path / "out", "--format", "e4m3", "--dtype", "f32")
     assert result.exit_code == 0 and "exported e4m3 weights as f32" in result.output
     assert "layers.1.gate_up: gains of its norm that are exactly zero: 1" in result.output
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["export", "repack"])
+def test_an_interrupt_leaves_nothing(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, number: int, exit_code: int
+) -> None:
+    def interrupted(*_: object) -> None:
+        assert (tmp_path / "out.partial").is_dir()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(ByteProgress, "update", interrupted)
+    result = run(command, artifact, tmp_path / "out")
+    assert (result.exit_code, result.stderr) == (exit_code, "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == [artifact.name]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_repack_there_and_back_gives_the_same_bytes(artifact: Path, tmp_path: Path) -> None:

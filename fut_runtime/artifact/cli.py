@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ import click
 
 from fut_runtime.artifact.orders import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
 from fut_runtime.errors import ArtifactError, FutError
+from fut_runtime.termination import Terminated, terminable
 
 if TYPE_CHECKING:
     from fut_runtime.artifact.reader import Artifact
@@ -21,7 +24,9 @@ Exit codes:
   0  all is well
   1  the artifact is damaged, or the command failed
   2  wrong usage: unknown option, directory that does not exist
+  130, 143  interrupted, terminated; nothing half made is left behind
 """
+_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
@@ -29,11 +34,17 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         try:
-            return super().invoke(ctx)
+            with terminable():
+                return super().invoke(ctx)
         except FutError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has left, as `head` does; click knows how to leave quietly
+                raise
             raise click.ClickException(f"{error.filename or 'file system'}: {error.strerror or error}") from error
+        except KeyboardInterrupt as error:
+            click.echo("interrupted", err=True)
+            sys.exit(error.exit_code if isinstance(error, Terminated) else _INTERRUPTED)
 
 
 class _Directory(click.Path):

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from fut_convert.cli import main
 from fut_runtime.artifact.reader import Artifact
 from repository import REPOSITORY
+from test_documentation import code_blocks
 
 Make = Callable[..., Path]
 QUICK = ("--calibration-windows", "1", "--window-tokens", "48")
@@ -29,6 +30,25 @@ def run(*args: object) -> Result:
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Make) -> Path:
     return tiny_checkpoint("model[1]", layers=1)
+
+
+def test_every_option_is_documented() -> None:
+    page = (REPOSITORY / "docs" / "convert.md").read_text(encoding="utf-8")
+    for parameter in main.params:
+        for option in parameter.opts:
+            assert not option.startswith("--") or f"`{option}`" in page, f"docs/convert.md does not describe {option}"
+
+
+def test_the_documented_example_runs(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_checkpoint("checkpoint")
+    monkeypatch.chdir(tmp_path)
+    (example,) = code_blocks(REPOSITORY / "docs" / "convert.md", "python")
+    exec(compile(example, "docs/convert.md", "exec"), {})
+    output = capsys.readouterr().out
+    assert "4/4 sealing" in output and "worst INT4 module" in output
+    assert Artifact.open(tmp_path / "artifact").manifest.recipe["int4"]["group_size"] == 64
 
 
 def test_help_teaches() -> None:
@@ -197,7 +217,10 @@ main()
 """
 
 
-def test_ctrl_c_leaves_nothing_and_a_later_run_works(tiny_checkpoint: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_kill_leave_nothing_and_a_later_run_works(
+    tiny_checkpoint: Make, tmp_path: Path, number: int, exit_code: int
+) -> None:
     checkpoint, out = tiny_checkpoint(layers=8), tmp_path / "out"
     args = [str(checkpoint), str(out), *QUICK]
     process = subprocess.Popen([sys.executable, "-c", SLOW, *args], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
@@ -205,9 +228,9 @@ def test_ctrl_c_leaves_nothing_and_a_later_run_works(tiny_checkpoint: Make, tmp_
     while not any((tmp_path / "out.partial").glob("model*")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
+    assert process.returncode == exit_code, stderr
     assert stderr.splitlines()[-1] == "interrupted; nothing was left behind"
     assert [p.name for p in tmp_path.iterdir()] == [checkpoint.name]
     assert run(*args).exit_code == 0
