@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from fut_convert.errors import RecipeError
 from fut_convert.recipe import Recipe, load_recipe, recipe_keys, recipe_names, uses_int4
+from repository import REPOSITORY
 
 SHIPPED = ["demo", "llama-3.1-70b", "llama-3.1-8b-paper", "llama-3.2-1b", "llama-3.2-3b", "rtn"]
 
@@ -134,7 +136,14 @@ def test_a_resolved_recipe_holds_no_path_and_reads_back(tmp_path: Path) -> None:
     assert again.to_dict() == data
 
 
-def test_every_key_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+def test_every_key_is_documented_with_its_default() -> None:
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", page, flags=re.M))
     for key in recipe_keys():
-        assert f"`{key}`" in page, f"docs/recipes.md does not describe {key}"
+        assert key in documented, f"docs/recipes.md does not describe {key}"
+        value: Any = Recipe()
+        for part in key.split("."):
+            value = getattr(value, part)
+        if key not in ("name", "description"):
+            shown = yaml.safe_load(documented[key].strip("`"))
+            assert (tuple(shown) if isinstance(shown, list) else shown) == value, key
