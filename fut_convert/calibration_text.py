@@ -75,6 +75,26 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
     return CalibrationWindows(torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length), record)
 
 
+def tokenizer_warnings(source: Source) -> list[str]:
+    """What will keep the artifact's tokenizer from serving its model, where no calibration has come upon it.
+
+    A checkpoint without a tokenizer is warned of by `Source.check`.
+    """
+    if not any(name == TOKENIZER_FILE for name, _ in source.side_files()):
+        return []
+    try:
+        tokenizer = _tokenizer(source)
+    except ConvertError as error:
+        return [f"{error}: the artifact will not encode text"]
+    last = max(tokenizer.raw.get_vocab(with_added_tokens=True).values(), default=-1)
+    if last < source.spec.vocab_size:
+        return []
+    return [
+        f"{TOKENIZER_FILE} has ids up to {last}, but the embedding has {source.spec.vocab_size} rows: tokenizer and "
+        "weights may not belong together, and prompts with ids beyond the rows will be refused"
+    ]
+
+
 def _first_tokens(tokenizer: Tokenizer, text: str, wanted: int) -> list[int]:
     """Up to `wanted` token ids from the beginning of a text, tokenizing little more of it than they take."""
     characters = _CHARACTERS_PER_TOKEN * (wanted + _TOKENS_NEAR_CUT)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fut_convert.calibration_text import CalibrationWindows, calibration_windows
+from fut_convert.calibration_text import CalibrationWindows, calibration_windows, tokenizer_warnings
 from fut_convert.errors import PreflightError
 from fut_convert.manifest import build_manifest
 from fut_convert.memory import available_bytes, estimate_host_bytes
@@ -19,7 +19,7 @@ from fut_runtime.artifact.layout import TensorSpec, all_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import check_foreign_name
 from fut_runtime.artifact.spec import MODULES
-from fut_runtime.artifact.staging import check_target
+from fut_runtime.artifact.staging import check_outside, check_target
 from fut_runtime.errors import ArtifactError
 
 #: Report of the conversion, beside the sealed files.
@@ -109,6 +109,8 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
     errors = [p.message for p in problems if p.severity == "error"]
     warnings = [p.message for p in problems if p.severity != "error"]
     windows = calibration_windows(source, recipe.calibration) if recipe.calibration.enabled and not errors else None
+    if windows is None:
+        warnings += tokenizer_warnings(source)
     side_files, renamed = _side_files(source)
     warnings += renamed
     manifest = build_manifest(
@@ -131,10 +133,10 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
     free = shutil.disk_usage(place).free
     if output_bytes > free:
         errors.append(
-            f"{out}: the artifact needs {output_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
+            f"{out}: the artifact needs {_size(output_bytes)}, and {_size(free)} are free there; "
             "free some space or choose another place"
         )
-    errors += _target_problems(out, place, overwrite)
+    errors += _target_problems(source, out, place, overwrite)
     memory = estimate_host_bytes(source, manifest, windows, device)
     available = available_bytes()
     if memory > available:
@@ -227,17 +229,22 @@ def _padding_warnings(manifest: Manifest, recipe: Recipe) -> list[str]:
     return messages
 
 
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
 def _existing_parent(out: Path) -> Path:
     """The nearest place above `out` that exists."""
     return next(p for p in out.absolute().parents if p.exists())
 
 
-def _target_problems(out: Path, place: Path, overwrite: bool) -> list[str]:
+def _target_problems(source: Source, out: Path, place: Path, overwrite: bool) -> list[str]:
     """What stands in the way of a directory `out` under `place`, which exists."""
     if not place.is_dir():
         return [f"{out}: {place} is a file, expected a directory; choose another place"]
     try:
         check_target(out, overwrite=overwrite)
+        check_outside(source.location, out)
     except ArtifactError as error:
         return [str(error)]
     return []

@@ -138,6 +138,16 @@ def test_repack_there_and_back_gives_the_same_bytes(artifact: Path, tmp_path: Pa
             assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.parametrize(("command", "replaced"), [("export", "fut_export.json"), ("repack", "fut_config.json")])
+def test_an_artifact_inside_what_it_would_replace(tmp_path: Path, command: str, replaced: str) -> None:
+    outer = tmp_path / "outer"
+    inner = write_artifact(outer / "inner", side_files={})
+    (outer / replaced).write_text("{}")
+    result = run(command, inner, outer, "--overwrite")
+    assert result.exit_code == 1 and "would be deleted with it" in result.stderr
+    assert run("verify", inner).exit_code == 0
+
+
 def test_repack_in_place(artifact: Path) -> None:
     before = Artifact.open(artifact).dequantized("layers.0.gate_up", "int4")
     assert run("repack", artifact, artifact, "--nibble-order", "mma_m16n8k16_a/1", "--overwrite").exit_code == 0

@@ -71,7 +71,10 @@ class Source(ABC):
         spec: the model it holds.
         dtype: stored type of most of its bytes, named as in TensorInfo.
         tensors: every tensor it can load, by Hugging Face name.
+        location: the file or directory it is read from.
     """
+
+    location: Path
 
     #: Stored types that `load` understands.
     readable_dtypes: frozenset[str] = frozenset(FLOAT_DTYPES)

@@ -38,7 +38,7 @@ class DirectorySource(Source):
     """
 
     def __init__(self, root: Path, identity: dict[str, Any] | None = None) -> None:
-        self._root = root.resolve()
+        self._root = self.location = root.resolve()
         identity = identity or {"kind": "directory", "name": self._root.name}
         self._name = str(identity.get("id") or identity["name"])
         self._refuse_other_contents()

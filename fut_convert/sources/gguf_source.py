@@ -53,6 +53,7 @@ class GGUFSource(Source):
     readable_dtypes = READABLE_TYPES
 
     def __init__(self, path: Path) -> None:
+        self.location = path
         self._files: dict[str, GGUFFile] = {}
         try:
             first = self._open_parts(path)

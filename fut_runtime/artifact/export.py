@@ -19,7 +19,7 @@ from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.shard_writer import OpenShard
 from fut_runtime.artifact.shards import MAX_SHARD_BYTES, TORCH_DTYPES, index_text, plan_shards
 from fut_runtime.artifact.spec import MODULES, ModelSpec
-from fut_runtime.artifact.staging import StagingDirectory, os_errors, write_file
+from fut_runtime.artifact.staging import StagingDirectory, check_outside, os_errors, write_file
 from fut_runtime.errors import ArtifactError, UnsupportedError
 
 #: Option value -> safetensors dtype.
@@ -86,8 +86,9 @@ def export_checkpoint(
 
     Raises:
         UnsupportedError: the artifact does not hold that format.
-        ArtifactError: `out` exists, the disk refuses, or a value does not fit `dtype`.
+        ArtifactError: `out` exists or holds the artifact, the disk refuses, or a value does not fit `dtype`.
     """
+    check_outside(artifact.path, out)
     if dtype not in EXPORT_DTYPES:
         raise UnsupportedError(f"cannot export as {dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}")
     weight_format = weight_format or default_format(artifact.manifest)

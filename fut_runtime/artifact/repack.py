@@ -12,6 +12,7 @@ from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.orders import nibble_order as order_named
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.shards import MAX_SHARD_BYTES
+from fut_runtime.artifact.staging import check_outside
 from fut_runtime.artifact.writer import ArtifactWriter
 
 
@@ -54,8 +55,9 @@ def repack_artifact(
         The new artifact's path.
 
     Raises:
-        ArtifactError: the order is unknown, `out` exists, or the disk refuses.
+        ArtifactError: the order is unknown, `out` exists or holds the artifact, or the disk refuses.
     """
+    check_outside(artifact.path, out)
     manifest = repacked_manifest(artifact.manifest, nibble_order)
     specs = all_tensors(manifest)
     total, done = sum(spec.nbytes for spec in specs), 0

@@ -152,6 +152,16 @@ def check_target(out: Path, *, overwrite: bool = False, replaces: str = MANIFEST
         )
 
 
+def check_outside(source: Path, out: Path) -> None:
+    """Check that replacing `out` will not take away what the new one is made from.
+
+    Raises:
+        ArtifactError: `source` lies inside `out`. (The same directory is no mistake: it is read before it goes.)
+    """
+    if out.resolve() in source.resolve().parents:
+        raise ArtifactError(f"{out}: holds {source}, which would be deleted with it; choose another output name")
+
+
 @contextlib.contextmanager
 def os_errors(path: Path, what: str) -> Iterator[None]:
     """Turn an OSError into an ArtifactError that names the file and, on a full disk, the space that is left."""

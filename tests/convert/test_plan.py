@@ -19,6 +19,7 @@ from fut_convert.errors import PreflightError
 from fut_convert.plan import LOG_FILE, Plan
 from fut_convert.recipe import Recipe
 from fut_runtime.artifact.reader import Artifact
+from synthetic_checkpoint import tokenizer_json
 
 Make = Callable[..., Path]
 QUICK = {"calibration.windows": 1, "calibration.window_tokens": 48}
@@ -239,3 +240,24 @@ def test_memory_stays_below_its_estimate_which_is_not_far_off(
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout
     estimated, measured = (int(word) for word in output.split())
     assert 0.4 * estimated < measured <= estimated, (estimated, measured)
+
+
+def test_a_checkpoint_inside_the_artifact_it_would_replace(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    checkpoint, out = tiny_checkpoint(layers=1), tmp_path / "out"
+    convert(str(checkpoint), out, overrides=QUICK)
+    inside = shutil.copytree(checkpoint, out / "source" / "model")
+    with pytest.raises(PreflightError, match="would be deleted with it"):
+        convert(str(inside), out, overrides=QUICK, overwrite=True)
+    assert (inside / "config.json").exists()
+
+
+def test_tokenizers_that_cannot_serve_the_model_are_warned_of(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(layers=1)
+    assert plan_of(checkpoint, tmp_path / "out", calibration__enabled=False).warnings == ()
+    for text, message in (
+        ("{}", "will not encode text"),
+        (tokenizer_json(600), "has ids up to 599, but the embedding"),
+    ):
+        (checkpoint / "tokenizer.json").write_text(text)
+        warnings = plan_of(checkpoint, tmp_path / "out", calibration__enabled=False).warnings
+        assert len(warnings) == 1 and message in warnings[0]
