@@ -18,7 +18,6 @@ from fut_convert.cli import main
 from fut_runtime.artifact.reader import Artifact
 from repository import REPOSITORY
 from test_documentation import code_blocks
-from test_documentation import code_blocks
 
 Make = Callable[..., Path]
 QUICK = ("--calibration-windows", "1", "--window-tokens", "48")
@@ -31,25 +30,6 @@ def run(*args: object) -> Result:
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Make) -> Path:
     return tiny_checkpoint("model[1]", layers=1)
-
-
-def test_every_option_is_documented() -> None:
-    page = (REPOSITORY / "docs" / "convert.md").read_text(encoding="utf-8")
-    for parameter in main.params:
-        for option in parameter.opts:
-            assert not option.startswith("--") or f"`{option}`" in page, f"docs/convert.md does not describe {option}"
-
-
-def test_the_documented_example_runs(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_checkpoint("checkpoint")
-    monkeypatch.chdir(tmp_path)
-    (example,) = code_blocks(REPOSITORY / "docs" / "convert.md", "python")
-    exec(compile(example, "docs/convert.md", "exec"), {})
-    output = capsys.readouterr().out
-    assert "4/4 sealing" in output and "worst INT4 module" in output
-    assert Artifact.open(tmp_path / "artifact").manifest.recipe["int4"]["group_size"] == 64
 
 
 def test_every_option_is_documented() -> None:
