@@ -166,8 +166,8 @@ class _Fetch:
 
     def _unreachable(self) -> str:
         return (
-            f"{self._model}: {self._endpoint or constants.ENDPOINT} cannot be reached; check the network and "
-            "HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use a copy that is in the cache"
+            f"{self._model}: no local path, and {self._endpoint or constants.ENDPOINT} cannot be reached; check the "
+            "spelling, the network and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use a copy that is in the cache"
         )
 
     def _explain(self, error: Exception) -> str | None:
