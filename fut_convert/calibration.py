@@ -6,7 +6,7 @@ are carried from layer to layer, so each layer's weights are needed once, togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fut_runtime.artifact.layout import SITES
 from fut_runtime.artifact.spec import MODULES, ModelSpec
-from fut_runtime.reference.layer import LayerWeights, Sixteen, run_layer
+from fut_runtime.reference.layer import Attend, LayerWeights, Sixteen, run_layer
 from fut_runtime.reference.numerics import EXACT, row_factor
 from fut_runtime.reference.projection import Projection
 from fut_runtime.reference.rope import rope_tables
@@ -78,11 +78,8 @@ class Calibration:
             maxima[site] = torch.maximum(maxima[site], torch.maximum(stored.amax(), -stored.amin()))
 
         products = Sixteen(EXACT, self.model.rms_norm_eps, observe)
-        for states in self.hidden.split(self._batch):
-            rope = (self._rope[0].repeat(len(states), 1), self._rope[1].repeat(len(states), 1))
-            h = states.flatten(0, 1).float()
-            h = run_layer(self.model, layer, products, EXACT, h, rope, self._attend(len(states)))
-            states.copy_(h.view(states.shape))
+        for states, rope, attend in self.batches():
+            states.copy_(run_layer(self.model, layer, products, EXACT, states.float(), rope, attend))
         count = self.hidden.shape[0] * self.tokens
         return LayerStatistics({m: s / count for m, s in sums.items()}, {m: v.item() for m, v in maxima.items()})
 
@@ -95,7 +92,15 @@ class Calibration:
             total += (h * row_factor(h, self.model.rms_norm_eps)).square().sum(dim=0).double()
         return total / (self.hidden.shape[0] * self.tokens)
 
-    def _attend(self, windows: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def batches(self) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], Attend]]:
+        """The windows that run together: their hidden states [tokens, hidden], a view to write to, their positions'
+        cosines and sines, and their attention.
+        """
+        for states in self.hidden.split(self._batch):
+            rope = (self._rope[0].repeat(len(states), 1), self._rope[1].repeat(len(states), 1))
+            yield states.flatten(0, 1), rope, self._attend(len(states))
+
+    def _attend(self, windows: int) -> Attend:
         """Causal attention inside each of `windows` windows that lie one after another."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

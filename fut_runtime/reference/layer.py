@@ -113,6 +113,22 @@ def run_layer(
     Returns:
         The residual stream after the layer, rounded to 16 bits unless the numerics say otherwise.
     """
+    h = numerics.round16(
+        h + products.plain(layer, "o", attention(model, layer, products, numerics, h, rope, attend_to))
+    )
+    return numerics.round16(h + products.plain(layer, "down", gated(layer, products, h)))
+
+
+def attention(
+    model: ModelSpec,
+    layer: LayerWeights,
+    products: Products,
+    numerics: Numerics,
+    h: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attend_to: Attend | None = None,
+) -> Tensor:
+    """The first half of `run_layer` up to what `o` multiplies: [tokens, heads · head_dim]."""
     qkv = products.after_norm(layer, "qkv", h)
     q, k, v = qkv.unflatten(-1, (-1, model.head_dim)).split(
         (model.num_heads, model.num_kv_heads, model.num_kv_heads), dim=1
@@ -122,12 +138,14 @@ def run_layer(
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     if attend_to is None:
         q, k, v = numerics.round16(q), numerics.round16(k), numerics.round16(v)
-        out = attend(q, k, v, numerics)
-    else:
-        out = attend_to(q, k, v)
-    h = numerics.round16(h + products.plain(layer, "o", out.flatten(1)))
+        return attend(q, k, v, numerics).flatten(1)
+    return attend_to(q, k, v).flatten(1)
+
+
+def gated(layer: LayerWeights, products: Products, h: Tensor) -> Tensor:
+    """The second half of `run_layer` up to what `down` multiplies: silu(gate) · up, [tokens, intermediate]."""
     gate, up = products.after_norm(layer, "gate_up", h).chunk(2, dim=-1)
-    return numerics.round16(h + products.plain(layer, "down", silu(gate) * up))
+    return silu(gate) * up
 
 
 def head_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
