@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fut_convert.errors import ConvertError as ConvertError
-    from fut_convert.pipeline import ConversionResult as ConversionResult
     from fut_convert.pipeline import convert as convert
     from fut_convert.pipeline import plan_conversion as plan_conversion
     from fut_convert.plan import Plan as Plan
     from fut_convert.recipe import Recipe as Recipe
     from fut_convert.recipe import load_recipe as load_recipe
+    from fut_convert.result import ConversionResult as ConversionResult
 
 try:
     __version__ = version("futransformer")
@@ -29,7 +29,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "unknown"
 
 _HOME = {
-    "ConversionResult": "pipeline",
+    "ConversionResult": "result",
     "ConvertError": "errors",
     "Plan": "plan",
     "Recipe": "recipe",

@@ -21,6 +21,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 #: Option name -> dotted recipe key that it overrides.
 _RECIPE_OPTIONS = {
     "weights": "weights",
+    "method": "int4.method",
     "scale_method": "int4.scale_method",
     "group_size": "int4.group_size",
     "gain": "int4.gain",
@@ -52,6 +53,7 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
 @click.option("--weights", callback=_list, metavar="LIST", help="Stored formats, e.g. e4m3,int4 or e4m3,int4,bf16.")
 @click.option("--head", metavar="FORMAT", help="Output head: bf16, e4m3 or int4.")
 @click.option("--group-size", callback=_group_size, metavar="N", help="INT4: weights a scale: auto, 32, 64 or 128.")
+@click.option("--method", metavar="NAME", help="INT4: rtn (round to nearest) or gptq.")
 @click.option("--scale-method", metavar="NAME", help="INT4: absmax_7, absmax_7.5, search or weighted_search.")
 @click.option("--gain", metavar="WHERE", help="INT4: RMSNorm gain at runtime, or folded into the weights.")
 @click.option("--scale-dtype", metavar="DTYPE", help="INT4: bfloat16 or float16.")

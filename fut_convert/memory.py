@@ -27,6 +27,9 @@ _CPU_BLOCK_BYTES = 32
 _GPU_BLOCK_BYTES = 8
 #: FP32 copies of gate and up that live at once while a batch of calibration windows passes the MLP on a CPU.
 _WIDE_COPIES = 5
+#: While GPTQ works on a module: bytes an entry of its Hessian takes (FP64 factors), and bytes a weight takes.
+_HESSIAN_BYTES = 48
+_SOLVER_BYTES = 20
 
 
 def estimate_host_bytes(
@@ -51,10 +54,23 @@ def estimate_host_bytes(
         if source.dtype != "BF16":
             layer += 2 * sum(weights.values())
         wide = 4 * tokens * 2 * model.intermediate_size
-        layer += _WIDE_COPIES * wide * min(count, windows_at_once(model, tokens, device))
+        wide *= _WIDE_COPIES * min(count, windows_at_once(model, tokens, device))
         layer += 2 * windows.tokens * model.hidden_size
+        solver = _solver_bytes(manifest)
+        if solver:
+            # The states behind the quantized layers and what they attended to; the layer's codes, and it in BF16.
+            layer += 2 * windows.tokens * (model.hidden_size + model.module_shape("o")[1])
+            layer += 3 * sum(weights.values())
+        layer += max(wide, solver)
     embedding = element * model.vocab_size * model.hidden_size
     return fixed + max(layer, embedding)
+
+
+def _solver_bytes(manifest: Manifest) -> int:
+    """What GPTQ needs beside a layer for the module that needs most, 0 without it."""
+    specs = [manifest.weights[f"layers.0.{m}"].get("int4") for m in MODULES]
+    shapes = [spec.padded_shape for spec in specs if spec is not None and spec.method == "gptq"]
+    return max((_HESSIAN_BYTES * cols * cols + _SOLVER_BYTES * rows * cols for rows, cols in shapes), default=0)
 
 
 def available_bytes() -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,12 @@ from fut_convert.checkpoint_model import (
     weight_names,
 )
 from fut_convert.errors import ConvertError
+from fut_convert.gptq_layers import GptqLayers
 from fut_convert.memory import peak_host_bytes
 from fut_convert.plan import LOG_FILE, Plan, make_plan
-from fut_convert.quantize.module import ModuleQuantizer, RowBlock, relative_error
-from fut_convert.recipe import Recipe, load_recipe
+from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
+from fut_convert.recipe import Recipe, load_recipe, uses_gptq
+from fut_convert.result import ConversionResult
 from fut_convert.sources import Source, open_source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM, HEAD
 from fut_convert.steps import StepClock
@@ -43,43 +44,6 @@ _TILE = 1 << 20
 
 #: Called as progress(done, total, what): units of work finished, of how many, and what comes next.
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class ConversionResult:
-    """What a conversion made and what it took.
-
-    Attributes:
-        path: the sealed artifact.
-        seconds: whole time of the conversion.
-        step_seconds: seconds by step: plan, read, calibrate, quantize, write, seal. Steps run at the same time: these
-            are summed over the threads, and exceed `seconds` together.
-        peak_memory_bytes: largest resident set of the process; `peak_device_bytes` the same of the CUDA device.
-        module_error: `layers.{i}.{module}.{format}` -> relative error, see `QuantizedModule`.
-    """
-
-    path: Path
-    plan: Plan
-    seconds: float
-    step_seconds: dict[str, float]
-    peak_memory_bytes: int
-    peak_device_bytes: int | None
-    module_error: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        return {
-            "path": str(self.path),
-            "input_bytes": self.plan.input_bytes,
-            "output_bytes": self.plan.output_bytes,
-            "seconds": self.seconds,
-            "step_seconds": self.step_seconds,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "estimated_memory_bytes": self.plan.memory_bytes,
-            "peak_device_bytes": self.peak_device_bytes,
-            "module_error": self.module_error,
-            "warnings": list(self.plan.warnings),
-        }
 
 
 def plan_conversion(
@@ -156,6 +120,7 @@ def convert(
                 peak_memory_bytes=peak_host_bytes(),
                 peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
                 module_error=conversion.module_error,
+                gptq={} if conversion.gptq is None else conversion.gptq.outcomes,
             )
             log = {**result.to_dict(), "path": path.name}
             writer.write_log(LOG_FILE, json.dumps(log, indent=2) + "\n")
@@ -180,6 +145,7 @@ class _Conversion:
         self.model = plan.manifest.model
         self.module_error: dict[str, float] = {}
         self.calibration: Calibration | None = None
+        self.gptq: GptqLayers | None = None
         self.initial_scales = torch.empty(0)
 
     def run(self) -> None:
@@ -209,6 +175,10 @@ class _Conversion:
             embed = self.load(EMBEDDING)
             with self.clock("calibrate"):
                 self.calibration = Calibration(self.model, self.plan.windows.ids, embed, self.device)
+            if uses_gptq(self.plan.recipe):
+                self.gptq = GptqLayers(
+                    self.plan.manifest, self.plan.recipe.gptq, self.plan.windows.ids, embed, self.device
+                )
             del embed
         rows = stacked_rows(self.source, [EMBEDDING])
         vocab, hidden = self.model.vocab_size, self.model.hidden_size
@@ -249,9 +219,14 @@ class _Conversion:
         weights = {m: module_weight(self.load, layer, m) for m in MODULES}
         statistics = self._calibrate(layer, weights, gains, biases, norms)
         self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
+        chosen: dict[str, Int4Codes] = {}
+        if self.gptq is not None:
+            with self.clock("gptq"):
+                chosen = self.gptq.layer(layer, weights, gains, biases, norms)
         for module in MODULES:
             rows = rows_of(weights.pop(module))
-            self._module(f"{prefix}.{module}", rows, gains.get(module), statistics.second_moment[module])
+            moment = statistics.second_moment[module]
+            self._module(f"{prefix}.{module}", rows, gains.get(module), moment, chosen.pop(module, None))
 
     def _calibrate(
         self,
@@ -272,10 +247,12 @@ class _Conversion:
                 )
         return statistics
 
-    def _module(self, name: str, rows: Rows, gain: Tensor | None, moment: Tensor | None) -> None:
+    def _module(
+        self, name: str, rows: Rows, gain: Tensor | None, moment: Tensor | None, int4: Int4Codes | None = None
+    ) -> None:
         """Convert a matrix a block of rows at a time, each read, quantized and written by one of the workers."""
         specs = self.plan.manifest.weights[name]
-        quantizer = ModuleQuantizer(specs, gain=gain, second_moment=moment, device=self.device)
+        quantizer = ModuleQuantizer(specs, gain=gain, second_moment=moment, int4=int4, device=self.device)
 
         def convert_block(block: RowBlock) -> dict[str, Tensor]:
             with self.clock("read"):
@@ -293,13 +270,19 @@ class _Conversion:
         squares = self.workers.map(convert_block, quantizer.blocks())
         for weight_format in specs:
             self.module_error[f"{name}.{weight_format}"] = relative_error(block[weight_format] for block in squares)
+        if int4 is not None and self.gptq is not None:
+            self.module_error[f"{name}.int4"] = self.gptq.outcomes[name]["weighted_error"] ** 0.5
 
     def _head(self) -> None:
         if "head" not in self.plan.manifest.weights:
             return
         moment = None if self.calibration is None else self.calibration.head_second_moment()
         rows = stacked_rows(self.source, [EMBEDDING if self.model.tie_word_embeddings else HEAD])
-        self._module("head", rows, self.load(FINAL_NORM).float(), moment)
+        gain, chosen = self.load(FINAL_NORM).float(), None
+        if self.gptq is not None and "int4" in self.plan.manifest.weights["head"]:
+            with self.clock("gptq"):
+                chosen = self.gptq.head(rows(0, self.model.vocab_size), gain)
+        self._module("head", rows, gain, moment, chosen)
 
 
 def _device(device: str | torch.device) -> torch.device:

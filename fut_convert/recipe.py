@@ -38,11 +38,13 @@ def _one_of(*choices: Any) -> Check:
     return check
 
 
-def _number(minimum: float, *, whole: bool = False) -> Check:
+def _number(minimum: float, maximum: float = float("inf"), *, whole: bool = False) -> Check:
     def check(value: Any) -> Any:
         allowed = int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed) or not minimum <= value < float("inf"):
-            raise ValueError(f"{'a whole number' if whole else 'a number'} of at least {minimum:g}")
+        inside = isinstance(value, allowed) and minimum <= value <= maximum and value != float("inf")
+        if isinstance(value, bool) or not inside:
+            most = "" if maximum == float("inf") else f" and at most {maximum:g}"
+            raise ValueError(f"{'a whole number' if whole else 'a number'} of at least {minimum:g}{most}")
         return value
 
     return check
@@ -79,7 +81,7 @@ class Int4Recipe:
     """INT4 weights.
 
     Attributes:
-        method: how codes are chosen; `rtn` rounds to nearest.
+        method: how codes are chosen; `rtn` rounds to nearest, `gptq` makes good for each column's error in later ones.
         scale_method: one of SCALE_METHODS, or `auto`: `weighted_search` when calibrated, else `search`.
         group_size: weights that share a scale, or `auto`: the largest of 128, 64 and 32 that divides the input,
             else 64 with padding.
@@ -88,12 +90,20 @@ class Int4Recipe:
         nibble_order: name of the fragment order, see `fut_runtime.artifact.fragment`.
     """
 
-    method: str = _key("rtn", _one_of("rtn"))
+    method: str = _key("rtn", _one_of("rtn", "gptq"))
     scale_method: str = _key(AUTO, _one_of(AUTO, *SCALE_METHODS))
     group_size: int | str = _key(AUTO, _one_of(AUTO, *GROUP_SIZES))
     gain: str = _key("runtime", _one_of("runtime", "folded"))
     scale_dtype: str = _key("bfloat16", _one_of(*SCALE_DTYPES))
     nibble_order: str = _key(DEFAULT_NIBBLE_ORDER, _one_of(*NIBBLE_ORDERS))
+
+
+@dataclass(frozen=True)
+class GptqRecipe:
+    """How GPTQ runs, see `GptqSettings`."""
+
+    damping: float = _key(0.01, _number(0, 1))
+    act_order: bool = _key(True, _flag)
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,7 @@ class Recipe:
         description: one line for the reader.
         weights: formats every projection is stored in; E4M3 serves prefill, INT4 decode.
         int4: details of the INT4 weights, a head in INT4 included.
+        gptq: details of `int4.method: gptq`.
         head: format of the output head. `bf16` stores it as it is, or not at all where it is tied to the embedding.
         kv_cache: details of the KV cache.
         calibration: details of the calibration.
@@ -145,6 +156,7 @@ class Recipe:
     description: str = _key("built-in defaults", _text)
     weights: tuple[str, ...] = _key(("e4m3", "int4"), _formats)
     int4: Int4Recipe = field(default_factory=Int4Recipe)
+    gptq: GptqRecipe = field(default_factory=GptqRecipe)
     head: str = _key("bf16", _one_of(*WEIGHT_FORMATS))
     kv_cache: KVCacheRecipe = field(default_factory=KVCacheRecipe)
     calibration: CalibrationRecipe = field(default_factory=CalibrationRecipe)
@@ -156,6 +168,8 @@ class Recipe:
         data = asdict(self)
         data["weights"] = list(self.weights)
         data["calibration"]["text"] = Path(self.calibration.text).name
+        if self.int4.method != "gptq":
+            del data["gptq"]
         return data
 
     @property
@@ -225,6 +239,22 @@ def _check_consistency(recipe: Recipe, where: str) -> None:
             f"{where}: int4.scale_method weighted_search weighs errors by calibrated activations, but calibration is "
             "off; leave calibration on, or choose search (--scale-method search)"
         )
+    if recipe.int4.method == "gptq" and uses_int4(recipe):
+        if not recipe.calibration.enabled:
+            raise RecipeError(
+                f"{where}: int4.method gptq needs what calibration sees, but calibration is off; leave it on, or "
+                "choose rtn (--method rtn)"
+            )
+        if "int4" not in recipe.weights:
+            raise RecipeError(
+                f"{where}: int4.method gptq calibrates a head in INT4 behind layers in INT4, but weights are "
+                f"{', '.join(recipe.weights)}; add int4 to weights, or choose rtn (--method rtn)"
+            )
+
+
+def uses_gptq(recipe: Recipe) -> bool:
+    """Whether codes of the layers are chosen by GPTQ."""
+    return recipe.int4.method == "gptq" and "int4" in recipe.weights
 
 
 def uses_int4(recipe: Recipe) -> bool:

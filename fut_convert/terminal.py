@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fut_convert.pipeline import ConversionResult
 from fut_convert.plan import Plan
+from fut_convert.result import ConversionResult
 from fut_runtime.artifact.json_text import shown
 
 
@@ -93,7 +95,24 @@ def print_result(result: ConversionResult) -> None:
                 f"{100 * mean:.2f} % of the output on average, {100 * errors[worst]:.2f} % in "
                 f"{worst.removesuffix('.' + weight_format)}",
             )
+    if result.gptq:
+        table.add_row("GPTQ", gptq_line(result.gptq))
     console.print(table)
+
+
+def gptq_line(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where GPTQ had to raise its damping or gave way to rounding to nearest: `ConversionResult.gptq` in a line."""
+    damped: dict[float, int] = {}
+    for outcome in outcomes.values():
+        if outcome["damping"] is not None:
+            damped[outcome["damping"]] = damped.get(outcome["damping"], 0) + 1
+    line = ", ".join(f"{count} modules with damping {damping:g}" for damping, count in sorted(damped.items()))
+    failed = [name for name, outcome in outcomes.items() if outcome["fallback"] is not None]
+    if failed:
+        line += (
+            f"{'; ' if line else ''}rounded to nearest instead: {', '.join(failed)} ({outcomes[failed[0]]['fallback']})"
+        )
+    return line
 
 
 class ConversionDisplay:

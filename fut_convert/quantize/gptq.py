@@ -72,24 +72,9 @@ class HessianFactor:
     upper: Tensor
     damping: float
 
-    def irreparable(self) -> Tensor:
-        """What a squared error of each column costs once the later columns have made good for it as they can.
-
-        1 / U[j, j]², float32 [in] in the columns' own order: the variance of that input which those quantized after it
-        do not explain. The sum of these times the squared rounding errors is what the column loop loses.
-        """
-        values = torch.empty_like(self.upper.diagonal())
-        values[torch.tensor(self.order, device=values.device)] = self.upper.diagonal().square().reciprocal()
-        return values
-
 
 def gptq_int4(
-    weight: Tensor,
-    hessian: Tensor,
-    scales: Tensor,
-    group_size: int,
-    settings: GptqSettings | None = None,
-    factor: HessianFactor | None = None,
+    weight: Tensor, hessian: Tensor, scales: Tensor, group_size: int, settings: GptqSettings | None = None
 ) -> GptqResult:
     """Codes that keep the output: weight ≈ (code - 8) · scale of its group.
 
@@ -99,7 +84,6 @@ def gptq_int4(
             that was never active (zero on the diagonal) is rounded to nearest.
         scales: [out, in / group_size], already in their storage type, of either sign.
         group_size: neighbouring weights of a row that share a scale.
-        factor: what `factorize` makes of this Hessian, where it is known already.
 
     Raises:
         ValueError: the Hessian has the wrong shape or holds values that are not finite.
@@ -114,7 +98,7 @@ def gptq_int4(
     codes = rtn_int4(weight, scales, group_size)
     total = _row_errors(weight, None, scales, group_size, hessian).sum()
     rounded = _row_errors(weight, codes, scales, group_size, hessian)
-    factor = factor or factorize(hessian, settings)
+    factor = factorize(hessian, settings)
     if factor is None:
         reason = f"the Hessian is not positive definite, even with damping {_MOST_DAMPING:g}"
         return GptqResult(codes, None, reason, len(weight), _share(rounded, total))
@@ -131,9 +115,8 @@ def factorize(hessian: Tensor, settings: GptqSettings) -> HessianFactor | None:
     """Order the columns and factorise the inverse of the damped Hessian; None if no damping makes it definite.
 
     Args:
-        hessian: float32 or float64 [in, in]; the work is done in FP64.
+        hessian: float64 [in, in].
     """
-    hessian = hessian.double()
     diagonal = hessian.diagonal()
     columns = len(diagonal)
     order = torch.arange(columns, device=hessian.device)

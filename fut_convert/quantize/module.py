@@ -25,7 +25,7 @@ from fut_runtime.artifact.rows import to_stored_rows
 _BLOCK_CPU = 1 << 18
 _BLOCK_GPU = 1 << 27
 
-_SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def block_weights(device: torch.device) -> int:
@@ -61,6 +61,24 @@ class QuantizedBlock:
     squares: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Int4Codes:
+    """INT4 codes that were chosen for a whole matrix, in natural row order.
+
+    Attributes:
+        codes: uint8 [out, padded in], values 0..15.
+        scales: [out, padded in / group_size] in their storage type.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def of(self, block: RowBlock) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a block."""
+        codes, scales = (torch.cat([x[first:stop] for first, stop in block.ranges]) for x in (self.codes, self.scales))
+        return codes, scales
+
+
 class ModuleQuantizer:
     """Stores a matrix in every format of `specs`."""
 
@@ -70,6 +88,7 @@ class ModuleQuantizer:
         *,
         gain: Tensor | None = None,
         second_moment: Tensor | None = None,
+        int4: Int4Codes | None = None,
         device: torch.device,
     ) -> None:
         """Prepare for the blocks of one matrix.
@@ -78,11 +97,14 @@ class ModuleQuantizer:
             specs: format -> how it is stored; all natural in their row order, or all interleaved.
             gain: [in] of the RMSNorm before it; folded where a spec says so.
             second_moment: FP64 [in], mean square of the input *before* the gain, from calibration.
+            int4: codes and scales of the INT4 format where they are chosen already, else a block chooses its own.
             device: where to compute.
         """
         gain = None if gain is None else gain.to(device, torch.float32)
         moment = None if second_moment is None else second_moment.to(device, torch.float64)
-        self._formats = [_Format(spec, gain, moment) for spec in specs.values()]
+        self._formats = [
+            _Format(spec, gain, moment, int4 if spec.format == "int4" else None) for spec in specs.values()
+        ]
         self._device = device
         interleaved = {spec.row_order != "natural" for spec in specs.values()}
         if len(interleaved) != 1:
@@ -140,8 +162,9 @@ def relative_error(squares: Iterable[Tensor]) -> float:
 class _Format:
     """One format of a matrix."""
 
-    def __init__(self, spec: WeightSpec, gain: Tensor | None, moment: Tensor | None) -> None:
+    def __init__(self, spec: WeightSpec, gain: Tensor | None, moment: Tensor | None, chosen: Int4Codes | None) -> None:
         self.spec = spec
+        self.chosen = chosen
         self.gain = gain if spec.gain == "folded" else None
         self.extra = spec.padded_shape[1] - spec.shape[1]
         # What multiplies the stored weights: the activation before the gain where the gain is folded, else after it.
@@ -179,14 +202,7 @@ class _Format:
 
     def _int4(self, block: RowBlock, values: Tensor) -> tuple[dict[str, tuple[int, Tensor]], Tensor]:
         spec, group = self.spec, self.spec.group_size or 0
-        scales = int4_scales(
-            values,
-            group,
-            spec.scale_method or "",
-            second_moment=self.moment if spec.scale_method == "weighted_search" else None,
-            scale_dtype=_SCALE_DTYPES[spec.scale_dtype or ""],
-        )
-        codes = rtn_int4(values, scales, group)
+        codes, scales = self._round_int4(values, group) if self.chosen is None else self.chosen.of(block)
         decoded = codes.unflatten(1, (-1, group)).to(torch.float32).sub_(CODE_OFFSET)
         squares = self._squares(values, decoded.mul_(scales.to(torch.float32)[..., None]).flatten(1))
         # Padding rows hold code 0 with scale 0, which decodes to zero.
@@ -194,6 +210,17 @@ class _Format:
         packed = pack_codes(self._stored(block, codes), spec.nibble_order or "")
         packed_scales = pack_scales(self._stored(block, scales), spec.scale_order or "")
         return {"int4": (tile, packed.cpu()), "int4_scale": (tile, packed_scales.cpu())}, squares
+
+    def _round_int4(self, values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales by rounding to nearest."""
+        scales = int4_scales(
+            values,
+            group,
+            self.spec.scale_method or "",
+            second_moment=self.moment if self.spec.scale_method == "weighted_search" else None,
+            scale_dtype=SCALE_DTYPES[self.spec.scale_dtype or ""],
+        )
+        return rtn_int4(values, scales, group), scales
 
     def _stored(self, block: RowBlock, rows: Tensor) -> Tensor:
         """Rows of a block in stored order, with the padding that follows them."""

@@ -13,7 +13,7 @@ from fut_convert.errors import RecipeError
 from fut_convert.recipe import Recipe, load_recipe, recipe_keys, recipe_names, uses_int4
 from repository import REPOSITORY
 
-SHIPPED = ["demo", "llama-3.1-70b", "llama-3.1-8b-paper", "llama-3.2-1b", "llama-3.2-3b", "rtn"]
+SHIPPED = ["demo", "gptq", "llama-3.1-70b", "llama-3.1-8b-paper", "llama-3.2-1b", "llama-3.2-3b", "rtn"]
 
 
 def write(path: Path, contents: Any) -> str:

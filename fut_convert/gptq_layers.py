@@ -1,0 +1,102 @@
+"""GPTQ over a model: each layer calibrated behind the quantized layers before it, and quantized module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fut_convert.calibration import SixteenBitProjection
+from fut_convert.errors import ConvertError
+from fut_convert.quantize.gptq import GptqResult, GptqSettings, dequantize
+from fut_convert.quantize.module import Int4Codes
+from fut_convert.quantize.whole_matrix import gptq_module
+from fut_convert.recipe import GptqRecipe
+from fut_convert.sequential import SequentialCalibration
+from fut_runtime.artifact.manifest import Manifest, WeightSpec
+
+
+class GptqLayers:
+    """Chooses the INT4 codes of one layer after the other.
+
+    Attributes:
+        outcomes: module's name -> damping, fallback, nearest_rows and weighted_error of `GptqResult`.
+    """
+
+    def __init__(
+        self, manifest: Manifest, recipe: GptqRecipe, windows: Tensor, embed: Tensor, device: torch.device
+    ) -> None:
+        """Begin before the first layer, with int64 [windows, tokens] and the embedding [vocab, hidden]."""
+        self.outcomes: dict[str, dict[str, Any]] = {}
+        self._manifest = manifest
+        self._settings = GptqSettings(damping=recipe.damping, act_order=recipe.act_order)
+        self._calibration = SequentialCalibration(manifest.model, windows, embed, device)
+        self._device = device
+
+    def layer(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        gains: Mapping[str, Tensor],
+        biases: Mapping[str, Tensor],
+        head_norms: tuple[Tensor, Tensor] | None,
+    ) -> dict[str, Int4Codes]:
+        """Codes of the layer's modules, on the device; the next call takes the layer after it.
+
+        Args:
+            weights: module -> [out, in] in the checkpoint's dtype.
+            gains: FP32 [in] of the RMSNorm before `qkv` and `gate_up`.
+            biases: FP32 [out] of the modules that have one.
+            head_norms: Qwen3's q and k gains.
+
+        Raises:
+            ConvertError: names the module that cannot be calibrated or quantized.
+        """
+        chosen: dict[str, Int4Codes] = {}
+        specs = {module: self._manifest.weights[f"layers.{index}.{module}"]["int4"] for module in weights}
+        at_runtime = {module: gain for module, gain in gains.items() if specs[module].gain == "runtime"}
+
+        def quantize(module: str, hessian: Tensor) -> SixteenBitProjection:
+            spec, name = specs[module], f"layers.{index}.{module}"
+            chosen[module] = self._choose(name, weights[module], spec, hessian, gains.get(module))
+            stored = dequantize(chosen[module].codes, chosen[module].scales, spec.group_size or 0)
+            gain, bias = at_runtime.get(module), biases.get(module)
+            return SixteenBitProjection(
+                # Code times scale has up to eleven bits. Rounding them to BF16's eight is a fiftieth of INT4's error.
+                stored[:, : spec.shape[1]].to(torch.bfloat16),
+                gain=None if gain is None else gain.to(self._device),
+                bias=None if bias is None else bias.to(self._device),
+            )
+
+        self._calibration.quantize_layer(at_runtime, head_norms, quantize)
+        return chosen
+
+    def head(self, weight: Tensor, gain: Tensor) -> Int4Codes:
+        """Codes of the output head [vocab, hidden], after the last layer."""
+        spec = self._manifest.weights["head"]["int4"]
+        hessian = self._calibration.head_hessian(gain if spec.gain == "runtime" else None)
+        return self._choose("head", weight, spec, hessian, gain)
+
+    def _choose(self, name: str, weight: Tensor, spec: WeightSpec, hessian: Tensor, gain: Tensor | None) -> Int4Codes:
+        if not bool(torch.isfinite(hessian).all()):
+            raise ConvertError(
+                f"calibration: the input of {name} behind the quantized layers is not finite; it overflows 16 bits: "
+                "try another calibration text, or int4.method rtn"
+            )
+        try:
+            codes, result = gptq_module(weight, spec, hessian, gain=gain, settings=self._settings)
+        except ConvertError as error:
+            raise type(error)(f"{name}: {error}") from error
+        self.outcomes[name] = _outcome(result)
+        return codes
+
+
+def _outcome(result: GptqResult) -> dict[str, Any]:
+    return {
+        "damping": result.damping,
+        "fallback": result.fallback,
+        "nearest_rows": result.nearest_rows,
+        "weighted_error": result.weighted_error,
+    }

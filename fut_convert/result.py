@@ -1,0 +1,50 @@
+"""What a conversion made, and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fut_convert.plan import Plan
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a conversion made and what it took.
+
+    Attributes:
+        path: the sealed artifact.
+        seconds: whole time of the conversion.
+        step_seconds: seconds by step: plan, read, calibrate, quantize, write, seal, and gptq with its own calibration.
+            Steps run at the same time: these are summed over the threads, and exceed `seconds` together.
+        peak_memory_bytes: largest resident set of the process; `peak_device_bytes` the same of the CUDA device.
+        module_error: `layers.{i}.{module}.{format}` -> relative error, see `relative_error`; of INT4 codes chosen by
+            GPTQ, the square root of their `weighted_error`.
+        gptq: `layers.{i}.{module}` -> how its codes came about, see `GptqLayers.outcomes`; empty without GPTQ.
+    """
+
+    path: Path
+    plan: Plan
+    seconds: float
+    step_seconds: dict[str, float]
+    peak_memory_bytes: int
+    peak_device_bytes: int | None
+    module_error: dict[str, float]
+    gptq: dict[str, dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "path": str(self.path),
+            "input_bytes": self.plan.input_bytes,
+            "output_bytes": self.plan.output_bytes,
+            "seconds": self.seconds,
+            "step_seconds": self.step_seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "estimated_memory_bytes": self.plan.memory_bytes,
+            "peak_device_bytes": self.peak_device_bytes,
+            "module_error": self.module_error,
+            "gptq": self.gptq,
+            "warnings": list(self.plan.warnings),
+        }
