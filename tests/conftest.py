@@ -25,7 +25,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 # Tests run side by side: together their threads should fill the machine once, not once each.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // _workers))))
 
 
 @pytest.fixture(scope="session")
