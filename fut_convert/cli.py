@@ -13,6 +13,7 @@ import click
 from fut_convert import __version__
 from fut_convert.errors import RecipeError
 from fut_runtime.errors import FutError
+from fut_runtime.streams import prepare_streams
 from fut_runtime.termination import Terminated, terminable
 
 INTERRUPTED = 130
@@ -90,6 +91,7 @@ def main(
     Exit codes: 0 done, 1 failed or refused, 2 wrong usage (an option, or the recipe), 130 interrupted, 143
     terminated.
     """
+    prepare_streams()
     overrides: dict[str, Any] = {key: options[name] for name, key in _RECIPE_OPTIONS.items()}
     if no_calibration:
         idle = [name for name, key in _RECIPE_OPTIONS.items() if key.startswith("calibration.") and options[name]]

@@ -11,6 +11,7 @@ import click
 
 from fut_runtime import __version__
 from fut_runtime.errors import FutError
+from fut_runtime.streams import prepare_streams
 
 #: Command → where it lives. A command's module is imported when the command is used: PyTorch takes seconds to load.
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -39,6 +40,7 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; exit 1 with a message for what went wrong on purpose, 130 for an interrupt."""
+        prepare_streams()
         try:
             return super().invoke(ctx)
         except FutError as error:

@@ -13,6 +13,7 @@ import click
 
 from fut_runtime.artifact.orders import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
 from fut_runtime.errors import ArtifactError, FutError
+from fut_runtime.streams import prepare_streams
 from fut_runtime.termination import Terminated, terminable
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class _Commands(click.Group):
     """Prints a user's mistake as one message instead of a traceback."""
 
     def invoke(self, ctx: click.Context) -> object:
+        prepare_streams()
         try:
             with terminable():
                 return super().invoke(ctx)

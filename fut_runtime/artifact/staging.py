@@ -35,16 +35,16 @@ class StagingDirectory:
         self._overwrite = overwrite
         self._replaces = replaces
         self._lock: int | None = None
-        with os_errors(self.path, "cannot be made"):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._acquire()
         try:
+            with os_errors(self.path, "cannot be made"):
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+                self._lock = self._acquire()
             # Another process may have published while this one waited for the lock.
             check_target(self.out, overwrite=overwrite, replaces=replaces)
             with os_errors(self.path, "cannot be cleared"):
                 self._clear()
-        except ArtifactError:
-            self._release()
+        except BaseException:
+            self.abort()
             raise
 
     def publish(self) -> Path:

@@ -55,8 +55,6 @@ class ArtifactWriter:
         Manifest.from_json(text, MANIFEST_FILE)
         self.manifest = manifest
         self._side_names = {check_foreign_name(name, f"{MANIFEST_FILE}: side_files") for name in manifest.side_files}
-        self._staging = StagingDirectory(out, overwrite=overwrite)
-        self._base = self._staging.path
         self._hashes: dict[str, FileHash] = {}
         self._shards: list[OpenShard] = []
         self._places: dict[str, tuple[OpenShard, TensorPlace]] = {}
@@ -65,6 +63,12 @@ class ArtifactWriter:
         self._lock = threading.Lock()
         self._finished = False
         try:
+            self._staging = StagingDirectory(out, overwrite=overwrite)
+        except BaseException:
+            self._hasher.stop()
+            raise
+        try:
+            self._base = self._staging.path
             shards = plan_shards(all_tensors(manifest), max_shard_bytes)
             for shard in shards:
                 self._shards.append(OpenShard(shard, self._base))

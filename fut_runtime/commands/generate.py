@@ -13,6 +13,7 @@ import click
 from fut_runtime.commands.options import model_options, open_engine, sampling_options, sampling_params
 from fut_runtime.commands.output import completion_json, logprob_lines, note, summary, write_text
 from fut_runtime.commands.prompts import as_prompt, read_prompts
+from fut_runtime.streams import is_utf8
 
 if TYPE_CHECKING:
     from fut_runtime.engine import Prompt
@@ -124,7 +125,7 @@ class _Printer:
         prompt = self._given[completion.index]
         if self._as_json:
             entry = completion_json(completion, prompt, self._tokenizer, interrupted=interrupted)
-            write_text(json.dumps(entry, ensure_ascii=False) + "\n")
+            write_text(json.dumps(entry, ensure_ascii=not is_utf8(sys.stdout)) + "\n")
             return
         if not self._streams:
             title = prompt if isinstance(prompt, str) else prompt.get("prompt", "(messages)")

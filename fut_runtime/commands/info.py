@@ -44,7 +44,7 @@ def info(model: str | None, revision: str | None, probe: Path | None, as_json: b
         raise click.UsageError("--probe needs an artifact to read the text with")
     result = {**_machine(), **({} if model is None else _describe(model, revision, probe))}
     if as_json:
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(result, indent=2))
     else:
         _print(result)
 
