@@ -30,6 +30,8 @@ _WIDE_COPIES = 5
 #: While GPTQ works on a module: bytes an entry of its Hessian takes (FP64 factors), and bytes a weight takes.
 _HESSIAN_BYTES = 48
 _SOLVER_BYTES = 20
+#: The solver's libraries, and the rows whose error it sums in FP64.
+_SOLVER_FIXED_BYTES = 150_000_000
 
 
 def estimate_host_bytes(
@@ -70,7 +72,9 @@ def _solver_bytes(manifest: Manifest) -> int:
     """What GPTQ needs beside a layer for the module that needs most, 0 without it."""
     specs = [manifest.weights[f"layers.0.{m}"].get("int4") for m in MODULES]
     shapes = [spec.padded_shape for spec in specs if spec is not None and spec.method == "gptq"]
-    return max((_HESSIAN_BYTES * cols * cols + _SOLVER_BYTES * rows * cols for rows, cols in shapes), default=0)
+    if not shapes:
+        return 0
+    return _SOLVER_FIXED_BYTES + max(_HESSIAN_BYTES * cols * cols + _SOLVER_BYTES * rows * cols for rows, cols in shapes)
 
 
 def available_bytes() -> int:

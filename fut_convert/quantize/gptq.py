@@ -20,7 +20,7 @@ from fut_convert.quantize.rtn import CODE_OFFSET, HIGHEST, LOWEST, nonzero_divis
 _DAMPING_STEP = 10.0
 _MOST_DAMPING = 1.0
 #: Numbers of a matrix whose error is summed at once in FP64.
-_ERROR_CHUNK = 1 << 24
+_ERROR_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
