@@ -74,7 +74,8 @@ def _solver_bytes(manifest: Manifest) -> int:
     shapes = [spec.padded_shape for spec in specs if spec is not None and spec.method == "gptq"]
     if not shapes:
         return 0
-    return _SOLVER_FIXED_BYTES + max(_HESSIAN_BYTES * cols * cols + _SOLVER_BYTES * rows * cols for rows, cols in shapes)
+    largest = max(_HESSIAN_BYTES * cols * cols + _SOLVER_BYTES * rows * cols for rows, cols in shapes)
+    return _SOLVER_FIXED_BYTES + largest
 
 
 def available_bytes() -> int:
