@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,10 @@ import click
 
 from fut_convert import __version__
 from fut_convert.errors import RecipeError
-from fut_runtime.errors import FutError
+from fut_runtime.command_errors import reported_errors
 from fut_runtime.streams import prepare_streams
-from fut_runtime.termination import Terminated, terminable
+from fut_runtime.termination import terminable
 
-INTERRUPTED = 130
-#: How PyTorch's allocators for GPUs and for CPUs say it.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 #: Option name -> dotted recipe key that it overrides.
 _RECIPE_OPTIONS = {
     "weights": "weights",
@@ -98,24 +93,11 @@ def main(
         if idle:
             raise click.UsageError(f"--{idle[0].replace('_', '-')} says how to calibrate, --no-calibration not to")
         overrides["calibration.enabled"] = False
-    try:
-        with terminable():
+    with reported_errors("interrupted; nothing was left behind"), terminable():
+        try:
             _run(model, out, recipe, overrides, revision, device, overwrite, dry_run, as_json)
-    except RecipeError as error:
-        raise click.UsageError(str(error)) from error
-    except FutError as error:
-        raise click.ClickException(str(error)) from error
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # the reader has left, as `head` does; click knows how to leave quietly
-            raise
-        raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
-    except KeyboardInterrupt as error:
-        click.echo("interrupted; nothing was left behind", err=True)
-        sys.exit(error.exit_code if isinstance(error, Terminated) else INTERRUPTED)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
-            raise
-        raise click.ClickException(f"out of memory: {error}") from error
+        except RecipeError as error:
+            raise click.UsageError(str(error)) from error
 
 
 def _run(

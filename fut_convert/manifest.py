@@ -47,7 +47,7 @@ def build_manifest(
         head=recipe.head,
         source=dict(source),
         recipe=recipe.to_dict(),
-        tools=tool_versions(),
+        tools=tool_versions(source),
         calibration=None if calibration is None else dict(calibration),
         side_files=tuple(side_files),
     )
@@ -93,9 +93,11 @@ def weight_spec(model: ModelSpec, module: str, weight_format: str, recipe: Recip
     )
 
 
-def tool_versions() -> dict[str, str]:
-    """Versions that decide what the sealed bytes are."""
-    names = ("futransformer", "torch", "safetensors", "tokenizers")
+def tool_versions(source: Mapping[str, Any]) -> dict[str, str]:
+    """Versions that decide what the sealed bytes are; a GGUF's weights are what its package dequantizes them to."""
+    names = ["futransformer", "torch", "tokenizers"]
+    if source.get("kind") == "gguf":
+        names += ["gguf", "numpy"]
     versions = {"python": platform.python_version()}
     for name in names:
         try:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import sys
 from importlib import import_module
 from typing import Any
 
 import click
 
 from fut_runtime import __version__
-from fut_runtime.errors import FutError
+from fut_runtime.command_errors import reported_errors
 from fut_runtime.streams import prepare_streams
 
 #: Command → where it lives. A command's module is imported when the command is used: PyTorch takes seconds to load.
@@ -20,7 +18,6 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("fut_runtime.evaluate.cli", "eval_group"),
     "info": ("fut_runtime.commands.info", "info"),
 }
-INTERRUPTED = 130
 
 
 class CommandGroup(click.Group):
@@ -41,21 +38,8 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; exit 1 with a message for what went wrong on purpose, 130 for an interrupt."""
         prepare_streams()
-        try:
+        with reported_errors(out_of_memory="out of memory; a smaller batch or context needs less"):
             return super().invoke(ctx)
-        except FutError as error:
-            raise click.ClickException(str(error)) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader has left, as `head` does; click knows how to leave quietly
-                raise
-            raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            sys.exit(INTERRUPTED)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and "out of memory" not in str(error):
-                raise
-            raise click.ClickException(f"out of memory; a smaller batch or context needs less ({error})") from error
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -11,6 +11,13 @@ class FutError(Exception):
     """
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: Python's own, PyTorch's on a CPU, or that of a CUDA device."""
+    return isinstance(error, MemoryError) or any(
+        text in str(error) for text in ("out of memory", "can't allocate memory")
+    )
+
+
 class ArtifactError(FutError):
     """An artifact is missing, not sealed, damaged, or of a format this version cannot read."""
 

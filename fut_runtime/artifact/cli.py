@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from fut_runtime.artifact.orders import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
-from fut_runtime.errors import ArtifactError, FutError
+from fut_runtime.command_errors import reported_errors
+from fut_runtime.errors import ArtifactError
 from fut_runtime.streams import prepare_streams
-from fut_runtime.termination import Terminated, terminable
+from fut_runtime.termination import terminable
 
 if TYPE_CHECKING:
     from fut_runtime.artifact.reader import Artifact
@@ -27,7 +26,6 @@ Exit codes:
   2  wrong usage: unknown option, directory that does not exist
   130, 143  interrupted, terminated; nothing half made is left behind
 """
-_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
@@ -35,18 +33,9 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         prepare_streams()
-        try:
-            with terminable():
-                return super().invoke(ctx)
-        except FutError as error:
-            raise click.ClickException(str(error)) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader has left, as `head` does; click knows how to leave quietly
-                raise
-            raise click.ClickException(f"{error.filename or 'file system'}: {error.strerror or error}") from error
-        except KeyboardInterrupt as error:
-            click.echo("interrupted", err=True)
-            sys.exit(error.exit_code if isinstance(error, Terminated) else _INTERRUPTED)
+        with reported_errors(), terminable():
+            result: object = super().invoke(ctx)
+        return result
 
 
 class _Directory(click.Path):

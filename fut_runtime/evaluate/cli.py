@@ -74,12 +74,14 @@ def eval_group() -> None:
 )
 @click.option("--max-windows", type=click.IntRange(1), help="Score only the first N windows.")
 @click.option("--baseline", metavar="MODEL", help="Source checkpoint to measure divergence from (FP32 compute).")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit, where OUT is a Hub id.")
+@click.option("--verify", is_flag=True, help="Hash every file of the artifact first.")
 @click.option("--device", default="cpu", show_default=True, help="Torch device, e.g. cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def perplexity(
     artifact: str, text: Path, protocol: str, decode_mode: str, prefill_mode: str, kv_cache: str | None,
-    scale_mode: str, compute: str, window_tokens: int, max_windows: int | None, baseline: str | None, device: str,
-    as_json: bool,
+    scale_mode: str, compute: str, window_tokens: int, max_windows: int | None, baseline: str | None,
+    revision: str | None, verify: bool, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Perplexity of the artifact OUT on a text.
 
@@ -95,7 +97,7 @@ def perplexity(
     from fut_runtime.engine import resolve_artifact
 
     check_device(device)
-    opened = Artifact.open(resolve_artifact(artifact))
+    opened = Artifact.open(resolve_artifact(artifact, revision), verify=verify)
     ids = _encode(opened, text)
     windows = cut_windows(ids, window_tokens, max_windows)
     limit = opened.manifest.model.max_position_embeddings

@@ -34,8 +34,8 @@ class ReferenceRunner:
     """A reference model under a protocol.
 
     Positions of the decode path run in parallel: all K and V of a window are quantised, then every query attends to
-    its past. That equals decoding step by step (a test holds it), because no position's cache entry depends on a
-    later one.
+    its past. That equals decoding step by step up to the order of FP32 sums (tests hold it), because no position's
+    cache entry depends on a later one.
 
     Attributes:
         new_scales: makes the E4M3 state, or None where the model needs none.

@@ -40,6 +40,7 @@ class ReferenceBackend:
         self._initial = initial_scale.to(model.device)
         self._margin = margin
         self._shared = self.new_scales()
+        self._latest = self._shared
         self._requests: dict[int, tuple[RequestCache, ActivationScales]] = {}
         self._next = 0
         self._totals = torch.zeros(2, *initial_scale.shape, dtype=torch.int64, device=model.device)
@@ -74,6 +75,7 @@ class ReferenceBackend:
                 used.append(scales)
         for scales in used:
             scales.next_call()
+            self._latest = scales
         return torch.cat(rows).float()
 
     @torch.inference_mode()
@@ -94,7 +96,7 @@ class ReferenceBackend:
         del self._requests[request]
 
     def activation_report(self) -> dict[str, object]:
-        """Scales in force and saturation so far: lists [layers][4] in the order qkv, o, gate_up, down."""
+        """Scales that the latest prefill left, and saturation so far: lists [layers][4] for qkv, o, gate_up, down."""
         totals = self._totals.clone()
         ignored = self._ignored
         states = [self._shared, *(s for _, s in self._requests.values() if s is not self._shared)]
@@ -105,7 +107,7 @@ class ReferenceBackend:
             "scale_mode": self.scale_mode,
             "sites": list(MODULES),
             "initial_scale": self._initial.tolist(),
-            "scale": states[-1].scale.tolist(),
+            "scale": self._latest.scale.tolist(),
             "saturated": totals[0].tolist(),
             "elements": totals[1].tolist(),
             "ignored_maxima": ignored,

@@ -58,9 +58,9 @@ class ReferenceModel:
     ) -> Tensor:
         """Run the tokens that follow those in the cache; returns the residual stream [tokens, hidden] after all layers.
 
-        `path` is `prefill` or `decode`. Several tokens on the decode path give what one token a call gives: every
-        token's K and V are quantised before any query reads them. `scales` is the E4M3 state that an eight-bit
-        prefill needs; it records the maxima, and the caller ends the call with its `next_call`.
+        `path` is `prefill` or `decode`. Several tokens on the decode path give what one token a call gives, up to the
+        order of FP32 sums: every token's K and V are quantised before any query reads them. `scales` is the E4M3 state
+        that an eight-bit prefill needs; it records the maxima, and the caller ends the call with its `next_call`.
 
         Raises:
             FutError: a token id outside the vocabulary, or more tokens than the cache has room for.

@@ -1,6 +1,6 @@
 """Block-diagonal Hadamard rotation of heads, which spreads outlier channels before the cache is quantised.
 
-Source: QuaRot (Ashkboos et al. 2024, section 4), restricted to head_dim so that it commutes with nothing but itself.
+Source: QuaRot (Ashkboos et al. 2024, section 4), inside head_dim only: q and k turn alike, so their products stay.
 """
 
 from __future__ import annotations
