@@ -44,6 +44,9 @@ class Architecture:
     qk_norm: bool = False
 
 
+#: More layers than any model has.
+_MOST_LAYERS = 10_000
+
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", 2048, bos_token_id=1, eos_token_id=2),
     "MistralForCausalLM": Architecture(
@@ -88,7 +91,7 @@ def model_spec(config: Mapping[str, Any], generation_config: Mapping[str, Any] |
         architecture=name,
         hidden_size=hidden,
         intermediate_size=fields.required_int("intermediate_size"),
-        num_layers=fields.required_int("num_hidden_layers"),
+        num_layers=_num_layers(fields),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -158,10 +161,19 @@ def _refuse_unsupported(fields: Fields, name: str, max_positions: int) -> None:
     _refuse_sliding_window(fields, name, max_positions)
 
 
+def _num_layers(fields: Fields) -> int:
+    count = fields.required_int("num_hidden_layers")
+    if count > _MOST_LAYERS:  # every layer is looked for by name
+        raise fields.error("num_hidden_layers", f"a positive integer, at most {_MOST_LAYERS}")
+    return count
+
+
 def _refuse_sliding_window(fields: Fields, name: str, max_positions: int) -> None:
     """Sliding windows are refused unless they cannot be noticed: never turned on, or longer than any text."""
     config, where, defaults = fields.data, fields.where, ARCHITECTURES[name]
     kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise fields.error("layer_types", "a list with the kind of every layer")
     other = sorted({str(kind) for kind in kinds} - {"full_attention"})
     if other:
         raise UnsupportedModelError(f"{where}: layer_types holds {other}; only full_attention is supported")

@@ -8,6 +8,9 @@ from typing import Any
 
 from fut_convert.errors import CheckpointError
 
+#: Largest number a config may give: no size or count of a model comes near it.
+MOST = 2**40
+
 
 class Fields:
     """A JSON object of a config file. `where` names it in messages, as in `config.json` or `config.json: rope_scaling`.
@@ -34,6 +37,8 @@ class Fields:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not whole or value < 1:
             raise self.error(key, "a positive integer")
+        if value > MOST:
+            raise self.error(key, f"a positive integer, at most {MOST}")
         return int(value)
 
     def required_int(self, key: str) -> int:
