@@ -132,7 +132,7 @@ class CalibrationRecipe:
 class ActivationRecipe:
     """E4M3 activation scales: s = margin · amax / 448."""
 
-    margin: float = _key(1.25, _number(1))
+    margin: float = _key(1.25, _number(1, 1e6))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Recipe:
     kv_cache: KVCacheRecipe = field(default_factory=KVCacheRecipe)
     calibration: CalibrationRecipe = field(default_factory=CalibrationRecipe)
     activation: ActivationRecipe = field(default_factory=ActivationRecipe)
-    max_shard_gb: float = _key(5, _number(0.001))
+    max_shard_gb: float = _key(5, _number(0.001, 1e6))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form for the manifest. Of a calibration text it keeps the file name: artifacts hold no paths."""

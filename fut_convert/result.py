@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class ConversionResult:
             "peak_memory_bytes": self.peak_memory_bytes,
             "estimated_memory_bytes": self.plan.memory_bytes,
             "peak_device_bytes": self.peak_device_bytes,
-            "module_error": self.module_error,
+            # The squares of weights near the largest float have no finite sum, and JSON no word for that.
+            "module_error": {n: e if math.isfinite(e) else None for n, e in self.module_error.items()},
             "gptq": self.gptq,
             "warnings": list(self.plan.warnings),
         }

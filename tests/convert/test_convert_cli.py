@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from fut_convert.cli import main
 from fut_runtime.artifact.reader import Artifact
 from repository import REPOSITORY
+from synthetic_checkpoint import CheckpointShape, write_checkpoint
 from test_documentation import code_blocks
 
 Make = Callable[..., Path]
@@ -235,3 +236,14 @@ def test_ctrl_c_and_kill_leave_nothing_and_a_later_run_works(
     assert [p.name for p in tmp_path.iterdir()] == [checkpoint.name]
     assert run(*args).exit_code == 0
     Artifact.open(out, verify=True)
+
+
+def test_errors_that_are_no_numbers_are_null_in_json(tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 1e30
+
+    checkpoint = write_checkpoint(tmp_path / "model", CheckpointShape(layers=1), change)
+    args = ("--no-calibration", "--scale-method", "absmax_7", "--json")
+    text = run(checkpoint, tmp_path / "out", *args).stdout
+    assert "NaN" not in text and json.loads(text)["module_error"]["layers.0.down.e4m3"] is None
+    assert "NaN" not in (tmp_path / "out" / "conversion_log.json").read_text()

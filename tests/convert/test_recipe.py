@@ -101,6 +101,8 @@ def test_formats_are_stored_in_one_order() -> None:
         ({"calibration": {"windows": True}}, "calibration.windows is True"),
         ({"calibration": {"windows": 2.5}}, "calibration.windows is 2.5"),
         ({"activation": {"margin": 0.5}}, "activation.margin is 0.5, expected a number of at least 1"),
+        ({"activation": {"margin": 1e30}}, "expected a number of at least 1 and at most 1e.06"),
+        ({"max_shard_gb": 1e300}, "expected a number of at least 0.001 and at most 1e.06"),
         ({"activation": {"margin": float("inf")}}, "activation.margin is inf"),
         ({"activation": {"margin": float("nan")}}, "activation.margin is nan"),
         ({"head": "fp8"}, "head is 'fp8', expected one of e4m3, int4, bf16"),
