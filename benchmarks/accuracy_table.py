@@ -104,7 +104,7 @@ class Table:
     "--rows",
     default="all",
     show_default=True,
-    help="all, or some of rtn,absmax_7,absmax_7.5,search,builtin,kv,fp8,serve.",
+    help="all, or some of rtn,absmax_7,absmax_7.5,search,gptq,builtin,kv,fp8,serve.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
@@ -140,6 +140,12 @@ def main(
             options = calibrated | {"weights": ["int4"], "int4.gain": "folded"}
             with _converted(model, options, device) as artifact:
                 table.row("RTN weighted_search, gain folded", _runner(artifact, device, kv_cache="bf16"))
+        if include("gptq"):
+            for damping in (0.01, 0.03, 0.1):
+                options = calibrated | {"weights": ["int4"], "int4.method": "gptq", "gptq.damping": damping}
+                with _converted(model, options, device) as artifact:
+                    table.row(f"GPTQ, damping {damping}", _runner(artifact, device, kv_cache="bf16"))
+                    table.row(f"GPTQ, damping {damping} + INT4 cache", _runner(artifact, device))
         if include("builtin"):
             options = base | {"weights": ["int4"], "calibration.text": "builtin"}
             with _converted(model, options, device) as artifact:

@@ -73,7 +73,7 @@ def print_result(result: ConversionResult) -> None:
     console = Console()
     plan = result.plan
     seconds = result.seconds
-    table = Table(title=escape(str(result.path)), title_justify="left", show_header=False)
+    table = Table(title=escape(_as_typed(result.path)), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_row("size", f"{size(plan.input_bytes)} → {size(plan.output_bytes)}")
@@ -162,3 +162,11 @@ def _identity(plan: Plan) -> str:
 
 def _shape(shape: tuple[int, int]) -> str:
     return f"{shape[0]}×{shape[1]}"
+
+
+def _as_typed(path: Path) -> str:
+    """A path below the current directory relative to it, any other as it is."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

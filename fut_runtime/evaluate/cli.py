@@ -165,12 +165,15 @@ def _print(result: PerplexityResult, settings: dict[str, object]) -> None:
         table.add_row("checkpoint's perplexity", f"{result.baseline_perplexity:.3f} ({change:+.1%})")
         table.add_row("difference, paired", _pm(result.nll_difference.mean, result.nll_difference.standard_error))
         table.add_row("KL(checkpoint ‖ artifact)", _pm(result.kl.mean, result.kl.standard_error))
-        table.add_row("same most likely token", _pm(100 * result.top1.mean, 100 * result.top1.standard_error, " %"))
+        share, error = 100 * result.top1.mean, 100 * result.top1.standard_error
+        table.add_row(
+            "same most likely token", f"{share:.1f} %" if math.isnan(error) else f"{share:.1f} ± {error:.1f} %"
+        )
     if "saturated_share" in settings:
         table.add_row("saturated E4M3 activations", f"{settings['saturated_share']:.2e}")
     table.add_row("seconds", str(settings["seconds"]))
     Console().print(table)
 
 
-def _pm(mean: float, error: float, unit: str = "") -> str:
-    return f"{mean:.4f}{unit}" if math.isnan(error) else f"{mean:.4f} ± {error:.4f}{unit}"
+def _pm(mean: float, error: float) -> str:
+    return f"{mean:.4f}" if math.isnan(error) else f"{mean:.4f} ± {error:.4f}"
