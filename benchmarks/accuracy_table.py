@@ -104,7 +104,7 @@ class Table:
     "--rows",
     default="all",
     show_default=True,
-    help="all, or some of rtn,absmax_7,absmax_7.5,search,gptq,builtin,kv,fp8,serve.",
+    help="all, or some of rtn,absmax_7,absmax_7.5,search,folded,gptq,builtin,kv,fp8,serve.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
@@ -132,10 +132,13 @@ def main(
     with _no_gradients():
         table.row("BF16 weights, FP32 compute", ReferenceRunner(checkpoint, "prefill"))
         for method in ("absmax_7", "absmax_7.5", "search"):
-            if include("rtn") or include(method):
+            for gain in ("runtime", "folded"):
+                if not (include("folded") if gain == "folded" else include("rtn") or include(method)):
+                    continue
                 options = base | {"calibration.enabled": False, "int4.scale_method": method, "weights": ["int4"]}
-                with _converted(model, options, device) as artifact:
-                    table.row(f"RTN {method}", _runner(artifact, device, kv_cache="bf16"))
+                with _converted(model, options | {"int4.gain": gain}, device) as artifact:
+                    name = f"RTN {method}" + (", gain folded" if gain == "folded" else "")
+                    table.row(name, _runner(artifact, device, kv_cache="bf16"))
         if include("rtn"):
             options = calibrated | {"weights": ["int4"], "int4.gain": "folded"}
             with _converted(model, options, device) as artifact:
@@ -150,6 +153,8 @@ def main(
             options = base | {"weights": ["int4"], "calibration.text": "builtin"}
             with _converted(model, options, device) as artifact:
                 table.row("RTN weighted_search, built-in text", _runner(artifact, device, kv_cache="bf16"))
+        if not any(include(group) for group in ("rtn", "kv", "fp8", "serve")):
+            return
         options = calibrated | {"weights": ["e4m3", "int4", "bf16"]}
         with _converted(model, options, device) as artifact:
             if include("rtn"):

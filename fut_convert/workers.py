@@ -38,7 +38,13 @@ class Workers:
         everyone = threading.Barrier(count)
         self._pool = ThreadPoolExecutor(count, "fut-convert", _one_thread)
         # Each waits for all, so that all start now. The setting is partly global, hence set back for this thread.
-        list(self._pool.map(lambda _: everyone.wait(), range(count)))
+        try:
+            list(self._pool.map(lambda _: everyone.wait(), range(count)))
+        except BaseException:
+            # An interrupt here would leave threads waiting for others that never start, and the process with them.
+            everyone.abort()
+            self._pool.shutdown(cancel_futures=True)
+            raise
         torch.set_num_threads(threads)
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

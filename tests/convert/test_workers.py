@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,15 @@ def test_an_error_ends_the_work() -> None:
     with Workers(2) as workers, pytest.raises(ValueError, match="three"):
         workers.map(work, range(100_000))
     assert len(done) < 100_000
+
+
+def test_an_interrupt_while_the_threads_start_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ThreadPoolExecutor):
+        def map(self, fn: Callable[..., Any], *iterables: Any, **_: Any) -> Iterator[Any]:
+            self.submit(fn, 0)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fut_convert.workers.ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Workers(3)
+    assert not [t for t in threading.enumerate() if t.name.startswith("fut-convert")]
