@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fut_convert.calibration import SixteenBitProjection
 from fut_convert.errors import ConvertError
-from fut_convert.quantize.gptq import GptqResult, GptqSettings, dequantize
+from fut_convert.quantize.gptq import GptqResult, GptqSettings
 from fut_convert.quantize.module import Int4Codes
 from fut_convert.quantize.whole_matrix import gptq_module
 from fut_convert.recipe import GptqRecipe
 from fut_convert.sequential import SequentialCalibration
+from fut_runtime.artifact.fragment import dequantize_int4
 from fut_runtime.artifact.manifest import Manifest, WeightSpec
 
 
@@ -61,7 +62,7 @@ class GptqLayers:
         def quantize(module: str, hessian: Tensor) -> SixteenBitProjection:
             spec, name = specs[module], f"layers.{index}.{module}"
             chosen[module] = self._choose(name, weights[module], spec, hessian, gains.get(module))
-            stored = dequantize(chosen[module].codes, chosen[module].scales, spec.group_size or 0)
+            stored = dequantize_int4(chosen[module].codes, chosen[module].scales)
             gain, bias = at_runtime.get(module), biases.get(module)
             return SixteenBitProjection(
                 # Code times scale has up to eleven bits. Rounding them to BF16's eight is a fiftieth of INT4's error.

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fut_convert.quantize.finite import require_finite
-from fut_runtime.reference.numerics import true_divide
+from fut_runtime.reference.numerics import E4M3_MAX, true_divide
 
-E4M3_MAX = 448.0
 #: Rows whose maximum gives a smaller scale are stored as zero: kernels flush subnormal FP32 numbers.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 

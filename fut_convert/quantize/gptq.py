@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fut_convert.quantize.rtn import CODE_OFFSET, HIGHEST, LOWEST, nonzero_divisor, rtn_int4
+from fut_runtime.artifact.fragment import dequantize_int4
 
 #: What damping that is too small is multiplied by, and the largest that is tried: at the mean of the diagonal what is
 #: left of the Hessian's structure is not worth having.
@@ -170,13 +171,6 @@ def solve_columns(weight: Tensor, scales: Tensor, group_size: int, factor: Hessi
     return codes.view(torch.uint8).T.contiguous()
 
 
-def dequantize(codes: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    """(code - 8) · scale, float32 [out, in]."""
-    levels: Tensor = codes.unflatten(1, (-1, group_size)).to(torch.float32).sub_(CODE_OFFSET)
-    levels *= scales.to(torch.float32)[..., None]
-    return levels.flatten(1)
-
-
 def _row_errors(weight: Tensor, codes: Tensor | None, scales: Tensor, group_size: int, hessian: Tensor) -> Tensor:
     """FP64 [out], (w - ŵ) H (w - ŵ)ᵀ of each row, or w H wᵀ without codes."""
     step = max(1, _ERROR_CHUNK // weight.shape[1])
@@ -185,7 +179,7 @@ def _row_errors(weight: Tensor, codes: Tensor | None, scales: Tensor, group_size
         rows = slice(first, first + step)
         lost = weight[rows].double()
         if codes is not None:
-            lost -= dequantize(codes[rows], scales[rows], group_size)
+            lost -= dequantize_int4(codes[rows], scales[rows])
         parts.append(((lost @ hessian) * lost).sum(dim=1))
     return torch.cat(parts)
 

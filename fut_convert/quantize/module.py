@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from fut_convert.quantize.fold import fold_gain
 from fut_convert.quantize.fp8 import decode_e4m3, quantize_e4m3
-from fut_convert.quantize.rtn import CODE_OFFSET, rtn_int4
+from fut_convert.quantize.rtn import rtn_int4
 from fut_convert.quantize.scales import int4_scales
-from fut_runtime.artifact.fragment import pack_codes, pack_scales
+from fut_runtime.artifact.fragment import dequantize_int4, pack_codes, pack_scales
 from fut_runtime.artifact.manifest import WeightSpec
 from fut_runtime.artifact.orders import TILE_ROWS
 from fut_runtime.artifact.rows import to_stored_rows
@@ -203,8 +203,7 @@ class _Format:
     def _int4(self, block: RowBlock, values: Tensor) -> tuple[dict[str, tuple[int, Tensor]], Tensor]:
         spec, group = self.spec, self.spec.group_size or 0
         codes, scales = self._round_int4(values, group) if self.chosen is None else self.chosen.of(block)
-        decoded = codes.unflatten(1, (-1, group)).to(torch.float32).sub_(CODE_OFFSET)
-        squares = self._squares(values, decoded.mul_(scales.to(torch.float32)[..., None]).flatten(1))
+        squares = self._squares(values, dequantize_int4(codes, scales))
         # Padding rows hold code 0 with scale 0, which decodes to zero.
         tile = block.first // TILE_ROWS
         packed = pack_codes(self._stored(block, codes), spec.nibble_order or "")

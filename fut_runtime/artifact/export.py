@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fut_runtime.artifact.export_config import exported_config
 from fut_runtime.artifact.json_text import canonical
-from fut_runtime.artifact.layout import TensorSpec
+from fut_runtime.artifact.layout import NORM_OF_MODULE, TensorSpec
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import INDEX_FILE
 from fut_runtime.artifact.reader import Artifact
@@ -30,8 +30,6 @@ FORMAT_PREFERENCE: tuple[str, ...] = ("int4", "e4m3", "bf16")
 EXPORT_FILE = "fut_export.json"
 
 _ATTENTION = "self_attn"
-#: Norm whose gain may be folded into a matrix, by the name of its tensor in the artifact.
-_GAIN_OF = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
 
 
 @dataclass
@@ -187,7 +185,7 @@ class _Exporter:
 
     def _module(self, layer: int, module: str) -> Iterator[tuple[str, Tensor]]:
         name = f"layers.{layer}.{module}"
-        norm = _GAIN_OF.get(module)
+        norm = NORM_OF_MODULE.get(module)
         weight = self._matrix(name, self.weight_format, norm and f"layers.{layer}.{norm}")
         sizes = [rows for _, rows in self._parts(layer, module)]
         for (part, _), rows in zip(self._parts(layer, module), weight.split(sizes), strict=True):

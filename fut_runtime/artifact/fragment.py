@@ -222,3 +222,11 @@ def unpack_scales(packed: Tensor, order: str = DEFAULT_SCALE_ORDER) -> Tensor:
         raise ArtifactError(f"packed scales are {tuple(packed.shape)}, expected [N/16, K/g, {TILE_ROWS}]")
     inverse = [rows.index(row) for row in range(TILE_ROWS)]
     return packed[:, :, inverse].transpose(1, 2).reshape(-1, packed.shape[1])
+
+
+def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
+    """(code - 8) · scale, float32 [N, K]: codes uint8 [N, K] in 0..15, scales [N, K / group_size] of any float type."""
+    levels: Tensor = codes.unflatten(1, (scales.shape[1], -1)).to(torch.float32)
+    levels -= 8
+    levels *= scales.to(torch.float32)[..., None]
+    return levels.flatten(1)

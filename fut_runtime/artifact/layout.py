@@ -15,6 +15,8 @@ from fut_runtime.artifact.spec import MODULES, ModelSpec
 
 #: The four sites of a layer whose activation is quantised to E4M3, in the order of `activation_scale`.
 SITES: tuple[str, ...] = MODULES
+#: Tensor, under `layers.{i}.`, with the gain of the RMSNorm before a module; `o` and `down` have none.
+NORM_OF_MODULE: dict[str, str] = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fut_runtime.artifact.fragment import unpack_codes, unpack_scales
+from fut_runtime.artifact.fragment import dequantize_int4, unpack_codes, unpack_scales
 from fut_runtime.artifact.hashing import FileHash, hash_bytes
 from fut_runtime.artifact.json_text import parse_object
 from fut_runtime.artifact.layout import TensorSpec, all_tensors, weight_tensors
@@ -155,10 +155,7 @@ class Artifact:
         if weight_format == "int4":
             spec = self.weight(name, "int4").spec
             codes, scales = self.codes_and_scales(name)
-            groups = codes.view(codes.shape[0], scales.shape[1], -1).to(torch.float32)
-            groups -= 8
-            groups *= scales.to(torch.float32)[:, :, None]
-            return groups.view(codes.shape)[:, : spec.shape[1]].to(dtype).contiguous()
+            return dequantize_int4(codes, scales)[:, : spec.shape[1]].to(dtype).contiguous()
         stored = self.weight(name, weight_format)
         values = stored.data.to(torch.float32)
         if stored.scale is not None:

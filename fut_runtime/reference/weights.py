@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fut_runtime.artifact.fragment import dequantize_int4
+from fut_runtime.artifact.layout import NORM_OF_MODULE
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.rows import to_natural_rows
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.errors import UnsupportedError
 from fut_runtime.reference.layer import LayerWeights
 from fut_runtime.reference.projection import Projection
-
-#: Gain vector that a module's input carries when its weights do not.
-_NORM_OF_MODULE = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class WeightLoader:
         prefix = f"layers.{index}"
         projections = {}
         for module in MODULES:
-            norm = _NORM_OF_MODULE.get(module)
+            norm = NORM_OF_MODULE.get(module)
             gain_name = None if norm is None else f"{prefix}.{norm}"
             projections[module] = self.projection(f"{prefix}.{module}", weight_format, gain_name)
         norms: list[Tensor | None] = [None, None]
@@ -91,19 +90,10 @@ class WeightLoader:
         spec = self.artifact.manifest.weights[name][weight_format]
         rows, cols = spec.shape
         if weight_format == "int4":
-            assert spec.group_size is not None
-            group = spec.group_size
             codes, scales = (t.to(self.device) for t in self.artifact.codes_and_scales(name))
-            return lambda: dequantized_int4(codes, scales, group)[:, :cols]
+            return lambda: dequantize_int4(codes, scales)[:, :cols]
         stored = self.artifact.tensor(f"{name}.{weight_format}").to(self.device)
         # Bytes move faster than float8 through indexing, and some devices cannot index float8 at all.
         raw = stored.view(torch.uint8) if weight_format == "e4m3" else stored
         natural = to_natural_rows(raw, spec.row_order, rows)[:, :cols].contiguous().view(stored.dtype)
         return lambda: natural.to(torch.float32)
-
-
-def dequantized_int4(codes: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    """(code - 8) · scale in FP32: codes uint8 [out, in] in 0..15, scales [out, in / group_size]."""
-    grouped: Tensor = codes.unflatten(1, (-1, group_size)).to(torch.float32) - 8
-    grouped *= scales.to(torch.float32)[..., None]
-    return grouped.flatten(1)

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fut_convert.quantize.gptq import GptqSettings, dequantize, gptq_int4
+from fut_convert.quantize.gptq import GptqSettings, gptq_int4
 from fut_convert.quantize.rtn import rtn_int4
 from fut_convert.quantize.scales import int4_scales
+from fut_runtime.artifact.fragment import dequantize_int4
 
 GROUP = 32
 
@@ -43,7 +44,7 @@ def weighted_scales(weight: Tensor, hessian: Tensor) -> Tensor:
 
 def relative_error(weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor) -> float:
     """tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), written as it stands."""
-    lost = weight.double() - dequantize(codes, scales, GROUP).double()
+    lost = weight.double() - dequantize_int4(codes, scales).double()
     return float((lost @ hessian @ lost.T).trace() / (weight.double() @ hessian @ weight.double().T).trace())
 
 
