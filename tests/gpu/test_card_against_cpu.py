@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,18 @@ from fut_convert import convert
 from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.reference import backend as reference
+from fut_runtime.reference.numerics import Numerics
 from fut_runtime.reference.rope import rope_tables
 from odd_checkpoints import ODD_CHECKPOINTS
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
 FORMATS = ["e4m3", "int4", "bf16"]
 TOKENS = 70
-#: The contract's 2^-8 is for trained models. In these random ones attention is sharp and 70 tokens are few, so a single
-#: rounding that falls the other way shows: on one CPU, FP32 and FP64 sums already differ by up to 0.0043.
-LAYER_TOLERANCE = 2**-7
+#: The contract's bound, and how far past it the card may go where the CPU itself, summing in FP64 instead of FP32, comes
+#: out elsewhere too: in these random models attention is sharp and 70 tokens are few, so that a single rounding that
+#: falls the other way shows.
+LAYER_TOLERANCE = 2**-8
+NOISE_MARGIN = 4.0
 
 
 def converted(checkpoint: Path, out: Path, device: str, **overrides: object) -> Artifact:
@@ -68,7 +72,8 @@ def test_each_layer_agrees_on_both_devices(
         for d in ("cpu", "cuda")
     ]
     models = [b.model for b in backends]
-    scales = [b.new_scales() for b in backends]
+    models.append(replace(models[0], numerics=Numerics(dtype=torch.float64)))
+    scales = [b.new_scales() for b in (*backends, backends[0])]
     caches = [m.new_cache(TOKENS) for m in models]
     ids = torch.randint(17, 1024, (TOKENS,), generator=torch.Generator().manual_seed(1))
     h = models[0].embed[ids].float()
@@ -76,8 +81,10 @@ def test_each_layer_agrees_on_both_devices(
         outputs = []
         for model, cache, state in zip(models, caches, scales, strict=True):
             rope = rope_tables(model.spec, torch.arange(TOKENS, device=model.device))
-            outputs.append(model.forward_layer(cache, layer, h.to(model.device), rope, path, state).cpu())
-        assert (outputs[0] - outputs[1]).norm() / outputs[0].norm() <= LAYER_TOLERANCE, f"layer {layer}"
+            entering = h.to(model.device, model.numerics.dtype)
+            outputs.append(model.forward_layer(cache, layer, entering, rope, path, state).cpu().float())
+        difference, noise = ((other - outputs[0]).norm() / outputs[0].norm() for other in outputs[1:])
+        assert difference <= max(LAYER_TOLERANCE, NOISE_MARGIN * noise), f"layer {layer}: noise {noise}"
         h = outputs[0]
     for cache in caches:
         cache.advance(TOKENS)
