@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer as RawTokenizer
 from torch import Tensor
 
+from fut_convert.calibration_documents import open_calibration_text
 from fut_convert.errors import ConvertError
-from fut_convert.recipe import BUILTIN_TEXT, CalibrationRecipe
+from fut_convert.recipe import CalibrationRecipe
 from fut_convert.sources import Source
 from fut_runtime.tokenizer import Tokenizer
 
@@ -23,7 +23,6 @@ _CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 _CHARACTERS_PER_TOKEN = 8
 #: Tokens beside the place where a text was cut may differ from those of the whole text; so many are not used.
 _TOKENS_NEAR_CUT = 256
-_SHIPPED = Path(__file__).with_name("data") / "calibration.txt"
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,11 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
     Raises:
         ConvertError: no tokenizer, an unreadable text, fewer than two tokens, or ids beyond the vocabulary.
     """
-    path = _SHIPPED if recipe.text == BUILTIN_TEXT else Path(recipe.text).expanduser()
-    try:
-        data = path.read_bytes()
-        text = data.decode("utf-8")
-    except OSError as error:
-        raise ConvertError(f"calibration text {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConvertError(f"calibration text {path.name}: not UTF-8 ({error}); convert it first") from error
-    ids = _first_tokens(_tokenizer(source), text, recipe.windows * recipe.window_tokens)
+    text = open_calibration_text(recipe)
+    tokenizer = _tokenizer(source)
+    ids = _first_tokens(tokenizer, text.read, recipe.windows * recipe.window_tokens)
     if len(ids) < 2:
-        raise ConvertError(f"calibration text {path.name} has {len(ids)} tokens; give a longer one")
+        raise ConvertError(f"calibration text {text.name} has {len(ids)} tokens; give a longer one")
     if max(ids) >= source.spec.vocab_size:
         raise ConvertError(
             f"{TOKENIZER_FILE} gives id {max(ids)}, but the embedding has {source.spec.vocab_size} rows: "
@@ -66,12 +59,7 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
         )
     length = min(recipe.window_tokens, source.spec.max_position_embeddings, len(ids))
     count = min(recipe.windows, len(ids) // length)
-    record = {
-        "text": BUILTIN_TEXT if path == _SHIPPED else path.name,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "windows": count,
-        "window_tokens": length,
-    }
+    record = {**text.record(), "windows": count, "window_tokens": length}
     return CalibrationWindows(torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length), record)
 
 
@@ -95,10 +83,16 @@ def tokenizer_warnings(source: Source) -> list[str]:
     ]
 
 
-def _first_tokens(tokenizer: Tokenizer, text: str, wanted: int) -> list[int]:
-    """Up to `wanted` token ids from the beginning of a text, tokenizing little more of it than they take."""
+def _first_tokens(tokenizer: Tokenizer, read: Callable[[int], str], wanted: int) -> list[int]:
+    """Up to `wanted` token ids from the beginning of a text, reading and tokenizing little more of it than they take.
+
+    Args:
+        read: as `CalibrationText.read`.
+    """
     characters = _CHARACTERS_PER_TOKEN * (wanted + _TOKENS_NEAR_CUT)
     while True:
+        # One character more than is tokenized shows whether anything follows.
+        text = read(characters + 1)
         ids = tokenizer.encode(text[:characters])
         if characters >= len(text) or len(ids) >= wanted + _TOKENS_NEAR_CUT:
             return ids[:wanted]

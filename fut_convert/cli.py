@@ -25,8 +25,10 @@ _RECIPE_OPTIONS = {
     "nibble_order": "int4.nibble_order",
     "head": "head",
     "calibration_text": "calibration.text",
+    "calibration_field": "calibration.field",
     "calibration_windows": "calibration.windows",
     "window_tokens": "calibration.window_tokens",
+    "allow_few_tokens": "calibration.allow_few_tokens",
     "margin": "activation.margin",
     "max_shard_gb": "max_shard_gb",
 }
@@ -54,9 +56,11 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
 @click.option("--gain", metavar="WHERE", help="INT4: RMSNorm gain at runtime, or folded into the weights.")
 @click.option("--scale-dtype", metavar="DTYPE", help="INT4: bfloat16 or float16.")
 @click.option("--nibble-order", metavar="NAME", help="INT4: fragment order; docs/artifact.md lists them.")
-@click.option("--calibration-text", metavar="FILE", help="UTF-8 text to calibrate on, instead of the one that ships.")
+@click.option("--calibration-text", metavar="FILE|hub:ID", help="Text or JSONL file, or a data set on the Hub.")
+@click.option("--calibration-field", metavar="NAME", help="The text in each JSONL object or row; by default, text.")
 @click.option("--calibration-windows", type=click.IntRange(1), metavar="N", help="At most so many windows of it.")
 @click.option("--window-tokens", type=click.IntRange(2), metavar="N", help="Tokens a calibration window.")
+@click.option("--allow-few-tokens", is_flag=True, default=None, help="Calibrate even on fewer than 8192 tokens.")
 @click.option("--no-calibration", is_flag=True, help="Skip it: conservative activation scales, unweighted search.")
 @click.option("--margin", type=float, metavar="X", help="Activation scale: X times the largest value seen, over 448.")
 @click.option("--max-shard-gb", type=float, metavar="GB", help="Largest file.")

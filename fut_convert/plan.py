@@ -26,6 +26,8 @@ from fut_runtime.errors import ArtifactError
 LOG_FILE = "conversion_log.json"
 #: Below this many calibration tokens the statistics are noisy.
 RECOMMENDED_CALIBRATION_TOKENS = 65_536
+#: Below this many most of what the statistics show is chance.
+LEAST_CALIBRATION_TOKENS = 8_192
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,14 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
     )
     rows = tuple(_rows(manifest))
     warnings += _padding_warnings(manifest, recipe)
-    if windows is not None and windows.tokens < RECOMMENDED_CALIBRATION_TOKENS:
+    few = windows is not None and windows.tokens < LEAST_CALIBRATION_TOKENS
+    if windows is not None and few and not recipe.calibration.allow_few_tokens:
+        errors.append(
+            f"calibration has {windows.tokens} tokens, and needs {LEAST_CALIBRATION_TOKENS} at least, better "
+            f"{RECOMMENDED_CALIBRATION_TOKENS}: raise --calibration-windows, give a longer --calibration-text, or "
+            "force it with --allow-few-tokens"
+        )
+    elif windows is not None and windows.tokens < RECOMMENDED_CALIBRATION_TOKENS:
         warnings.append(
             f"calibration has {windows.tokens} tokens; with fewer than {RECOMMENDED_CALIBRATION_TOKENS} its statistics "
             "are noisy (raise --calibration-windows, or give a longer --calibration-text)"

@@ -21,6 +21,8 @@ SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
 AUTO = "auto"
 #: Value of `calibration.text` that stands for the text that ships with this package.
 BUILTIN_TEXT = "builtin"
+#: What `calibration.text` begins with where it names a data set on the Hub.
+HUB_PREFIX = "hub:"
 
 #: Turns a value read from YAML or an option into the field's value, or raises ValueError saying what is expected.
 Check = Callable[[Any], Any]
@@ -119,13 +121,18 @@ class KVCacheRecipe:
 class CalibrationRecipe:
     """Calibration: at most `windows` windows of `window_tokens` tokens each, packed from a text.
 
-    `text` is `builtin` or the path of a UTF-8 file.
+    Attributes:
+        text: `builtin`, the path of a UTF-8 text or JSONL file, or `hub:…`, see `fut_convert.hub_dataset`.
+        field: name of the text in each object of a JSONL file or row of a data set.
+        allow_few_tokens: convert even where so little calibrates that statistics are hardly better than chance.
     """
 
     enabled: bool = _key(True, _flag)
     text: str = _key(BUILTIN_TEXT, _text)
+    field: str = _key("text", _text)
     windows: int = _key(128, _number(1, whole=True))
     window_tokens: int = _key(2048, _number(2, whole=True))
+    allow_few_tokens: bool = _key(False, _flag)
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,8 @@ class Recipe:
         """JSON-ready form for the manifest. Of a calibration text it keeps the file name: artifacts hold no paths."""
         data = asdict(self)
         data["weights"] = list(self.weights)
-        data["calibration"]["text"] = Path(self.calibration.text).name
+        if not self.calibration.text.startswith(HUB_PREFIX):
+            data["calibration"]["text"] = Path(self.calibration.text).name
         if self.int4.method != "gptq":
             del data["gptq"]
         return data

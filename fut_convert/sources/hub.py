@@ -190,9 +190,14 @@ class _Fetch:
             if status in (401, 403):
                 return f"{self._model}: access denied (HTTP {status}); check that the token may read {page}, or {login}"
             return f"{self._model}: {page} answered HTTP {status}; try again later"
-        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in _TRANSPORTS:
+        if is_network_error(error):
             return self._unreachable()
         return None
+
+
+def is_network_error(error: Exception) -> bool:
+    """Whether the network failed, or the file system that the Hub's cache is in."""
+    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in _TRANSPORTS
 
 
 def _literal_pattern(name: str) -> str:

@@ -21,7 +21,7 @@ from synthetic_checkpoint import CheckpointShape, write_checkpoint
 from test_documentation import code_blocks
 
 Make = Callable[..., Path]
-QUICK = ("--calibration-windows", "1", "--window-tokens", "48")
+QUICK = ("--calibration-windows", "1", "--window-tokens", "48", "--allow-few-tokens")
 
 
 def run(*args: object) -> Result:
@@ -77,10 +77,10 @@ def test_the_options_override_the_recipe(checkpoint: Path, tmp_path: Path) -> No
     options = {
         "scale-method": "search", "gain": "folded", "scale-dtype": "float16", "nibble-order": "linear/1",
         "calibration-text": str(tmp_path / "text.txt"), "calibration-windows": "3", "window-tokens": "20",
-        "margin": "2", "max-shard-gb": "0.5", "group-size": "auto",
+        "margin": "2", "max-shard-gb": "0.5", "group-size": "auto", "calibration-field": "body",
     }  # fmt: skip
     args = [word for name, value in options.items() for word in (f"--{name}", value)]
-    result = run(checkpoint, tmp_path / "out", "--recipe", "demo", "--dry-run", "--json", *args)
+    result = run(checkpoint, tmp_path / "out", "--recipe", "demo", "--dry-run", "--json", "--allow-few-tokens", *args)
     assert result.exit_code == 0, result.output
     recipe = json.loads(result.stdout)["recipe"]
     assert recipe["name"] == "demo"
@@ -88,7 +88,10 @@ def test_the_options_override_the_recipe(checkpoint: Path, tmp_path: Path) -> No
         "method": "rtn", "scale_method": "search", "group_size": "auto", "gain": "folded", "scale_dtype": "float16",
         "nibble_order": "linear/1",
     }  # fmt: skip
-    assert recipe["calibration"] == {"enabled": True, "text": "text.txt", "windows": 3, "window_tokens": 20}
+    assert recipe["calibration"] == {
+        "enabled": True, "text": "text.txt", "field": "body", "windows": 3, "window_tokens": 20,
+        "allow_few_tokens": True,
+    }  # fmt: skip
     assert recipe["activation"] == {"margin": 2} and recipe["max_shard_gb"] == 0.5
 
 
@@ -145,6 +148,8 @@ MISTAKES = [
     (("{model}", "{out}", "--device", "tpu"), 1, "device 'tpu' is unknown"),
     (("{model}", "{out}", "--device", "meta"), 1, "device 'meta' is not supported"),
     (("{model}", "{out}", "--device", "cuda:4000"), 1, "PyTorch sees"),
+    (("{model}", "{out}", "--calibration-windows", "3"), 1, "needs 8192 at least"),
+    (("{model}", "{out}", "--no-calibration", "--allow-few-tokens"), 2, "--allow-few-tokens says how"),
     (("{model}", "{out}", "--calibration-text", "{tmp}/no.txt"), 1, "no.txt: No such file"),
     (("{model}", "{out}", "--calibration-text", "{tmp}/latin1.txt"), 1, "latin1.txt: not UTF-8"),
     (("{model}", "{out}", "--scale-dtype", "float16", "--nibble-order", "linear/2"), 2, "did you mean linear/1?"),

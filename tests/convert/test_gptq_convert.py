@@ -24,7 +24,7 @@ from fut_runtime.reference import backend as reference
 
 Make = Callable[..., Path]
 CPU = torch.device("cpu")
-QUICK = {"calibration.windows": 4, "calibration.window_tokens": 128}
+QUICK = {"calibration.windows": 4, "calibration.window_tokens": 128, "calibration.allow_few_tokens": True}
 GPTQ = {**QUICK, "int4.method": "gptq"}
 
 
@@ -83,7 +83,7 @@ def test_logits_are_nearer_than_with_rounding_to_nearest(
     name: str, gain: str, odd_checkpoint: Make, tmp_path: Path
 ) -> None:
     checkpoint = str(odd_checkpoint(name))
-    common = {"calibration.windows": 8, "calibration.window_tokens": 128, "int4.gain": gain}
+    common = {**QUICK, "calibration.windows": 8, "int4.gain": gain}
     logits: dict[str, Tensor] = {}
     for method in ("bf16", "rtn", "gptq"):
         options = {**common, "weights": ["bf16"]} if method == "bf16" else {**common, "weights": ["int4"]}

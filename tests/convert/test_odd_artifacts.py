@@ -31,6 +31,7 @@ def converted(
         "calibration.enabled": request.param in CALIBRATED,
         "calibration.windows": 2,
         "calibration.window_tokens": 64,
+        "calibration.allow_few_tokens": True,
         "int4.scale_method": "weighted_search" if request.param in CALIBRATED else "absmax_7.5",
     }
     result = convert(str(checkpoint), tmp_path_factory.mktemp("odd") / "out", overrides=overrides)

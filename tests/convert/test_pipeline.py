@@ -27,7 +27,8 @@ from fut_runtime.reference import backend as reference
 Make = Callable[..., Path]
 #: A conversion in a tenth of a second; what the searches find is the subject of other tests.
 QUICK: dict[str, Any] = {
-    "calibration.windows": 2, "calibration.window_tokens": 40, "int4.scale_method": "absmax_7",
+    "calibration.windows": 2, "calibration.window_tokens": 40, "calibration.allow_few_tokens": True,
+    "int4.scale_method": "absmax_7",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from fut_runtime.artifact.reader import Artifact
 from synthetic_checkpoint import tokenizer_json
 
 Make = Callable[..., Path]
-QUICK = {"calibration.windows": 1, "calibration.window_tokens": 48}
+QUICK = {"calibration.windows": 1, "calibration.window_tokens": 48, "calibration.allow_few_tokens": True}
 
 
 def plan_of(checkpoint: Path, out: Path, **options: Any) -> Plan:
@@ -106,6 +106,22 @@ def test_little_calibration_is_warned_of(tiny_checkpoint: Make, tmp_path: Path) 
     enough = plan_of(checkpoint, tmp_path / "out", calibration__windows=33, calibration__window_tokens=2000).warnings
     off = plan_of(checkpoint, tmp_path / "out", calibration__enabled=False).warnings
     assert not any("calibration" in w for w in (*enough, *off))
+
+
+@pytest.mark.parametrize(("windows", "refused"), [(4, True), (5, False)])
+def test_very_little_calibration_is_refused_unless_forced(
+    windows: int, refused: bool, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint()
+    sizes = {"calibration__windows": windows, "calibration__window_tokens": 2000}
+    plan = plan_of(checkpoint, tmp_path / "out", calibration__allow_few_tokens=False, **sizes)
+    assert bool(plan.errors) == refused
+    if refused:
+        assert plan.errors[0].startswith("calibration has 8000 tokens, and needs 8192 at least, better 65536")
+        assert "--allow-few-tokens" in plan.errors[0]
+        with pytest.raises(PreflightError, match="needs 8192 at least"):
+            plan.require_feasible()
+    assert not plan_of(checkpoint, tmp_path / "out", **sizes).errors
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> list[Path]:
@@ -234,7 +250,7 @@ def test_memory_stays_below_its_estimate_which_is_not_far_off(
     checkpoint = tiny_checkpoint(hidden=1024, intermediate=4096, heads=8, kv_heads=8, head_dim=128, vocab_size=2048)
     options = {
         "int4.scale_method": "absmax_7", "calibration.enabled": calibrated, "calibration.windows": 2,
-        "calibration.window_tokens": 1024,
+        "calibration.window_tokens": 1024, "calibration.allow_few_tokens": True,
     }  # fmt: skip
     command = [sys.executable, "-c", MEASURE, str(checkpoint), str(tmp_path / "out"), json.dumps(options)]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout

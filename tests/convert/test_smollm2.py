@@ -27,7 +27,7 @@ from fut_runtime.reference.backend import ReferenceBackend
 from fut_runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
-SHORT = {"calibration.windows": 1, "calibration.window_tokens": 512}
+SHORT = {"calibration.windows": 1, "calibration.window_tokens": 512, "calibration.allow_few_tokens": True}
 LAYERS = 2
 
 
