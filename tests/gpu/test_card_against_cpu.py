@@ -19,9 +19,9 @@ from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
 FORMATS = ["e4m3", "int4", "bf16"]
 TOKENS = 70
-#: The contract's bound, and how far past it the card may go where the CPU itself comes out elsewhere when it sums in FP64
-#: instead of FP32: in these random models attention is sharp and 70 tokens are few, so that a single rounding that falls
-#: the other way shows.
+#: The contract's bound, and how far past it the card may go where the CPU itself comes out elsewhere when it sums in
+#: FP64: in these random models attention is sharp and 70 tokens are few, so that one rounding that falls the other way
+#: shows.
 LAYER_TOLERANCE = 2**-8
 NOISE_MARGIN = 4.0
 

@@ -1,0 +1,158 @@
+/* The C ABI of the CUDA runtime: all that Python sees of csrc. Hopper (sm_90a) only.
+ *
+ * Pointers named `device` are device memory that the caller owns and keeps alive; the library allocates nothing but the
+ * handles it returns. Every function returns a fut_status; the text of the last failure on the calling thread is
+ * fut_last_error(). Work goes to the stream the caller names and no function waits for it unless it says so.
+ */
+#ifndef FUT_H
+#define FUT_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FUT_ABI_VERSION 1
+#define FUT_API __attribute__((visibility("default")))
+
+typedef enum fut_status {
+  FUT_OK = 0,
+  FUT_INVALID = 1, /* an argument, size or alignment is wrong */
+  FUT_CUDA = 2,    /* a CUDA call failed */
+} fut_status;
+
+typedef enum fut_format { FUT_INT4 = 0, FUT_E4M3 = 1, FUT_BF16 = 2 } fut_format;
+
+/* How gate and up rows of gate_up are interleaved; docs/artifact.md, row orders. */
+typedef enum fut_row_order { FUT_NATURAL = 0, FUT_INTERLEAVE1 = 1, FUT_INTERLEAVE8 = 8 } fut_row_order;
+
+/* One weight matrix as the artifact stores it. Stored sizes are padded, true sizes are not. */
+typedef struct fut_matrix {
+  const void* weight; /* device: INT4 I32 [stored_rows/16, stored_cols/64, 32, 4] in "mma_m16n8k16_a_pair/1";
+                         E4M3 or BF16 [stored_rows, stored_cols] */
+  const void* scale;  /* device: INT4 16-bit [stored_rows/16, stored_cols/group, 16] in "tile16_pairs/1";
+                         E4M3 F32 [stored_rows]; BF16 null */
+  const float* bias;  /* device F32 [rows], natural order, or null */
+  const float* gain;  /* device F32 [cols] multiplied into the activation, or null */
+  int32_t format;     /* fut_format */
+  int32_t row_order;  /* fut_row_order */
+  int32_t rows, cols;
+  int32_t stored_rows, stored_cols;
+  int32_t group_size;    /* INT4: 32, 64 or 128 */
+  int32_t scale_is_fp16; /* INT4: group scales are FP16 instead of BF16 */
+} fut_matrix;
+
+typedef struct fut_layer {
+  fut_matrix qkv, o, gate_up, down;
+  const float* q_norm; /* device F32 [head_dim], or null: Qwen3's gains per head */
+  const float* k_norm;
+} fut_layer;
+
+/* The decode cache. A page holds 64 tokens of one request in every layer and KV head: the block of (page, layer, KV
+ * head) begins at pool + ((page * layers + layer) * kv_heads + kv_head) * fut_kv_block_bytes(). See
+ * csrc/decode/kv_block.cuh. */
+typedef struct fut_kv_cache {
+  void* pool; /* device, 16-byte aligned */
+  int64_t pages;
+  int32_t layers, kv_heads, head_dim;
+  int32_t bits;     /* 4 or 16 */
+  int32_t rotation; /* INT4: K and V are rotated by Hadamard blocks */
+  int32_t zero_point;
+} fut_kv_cache;
+
+#define FUT_PAGE_TOKENS 64
+
+/* Rows of a step: one row is one token of one request. */
+typedef struct fut_rows {
+  const int32_t* token;      /* device [rows] */
+  const int32_t* position;   /* device [rows]: the row's token attends to positions 0..position, itself included */
+  const int32_t* slot;       /* device [rows]: row of the page table */
+  const int32_t* page_table; /* device [slots, table_width]: page of tokens 64*i .. 64*i+63 of the slot's request */
+  int32_t table_width;
+  int32_t rows;
+} fut_rows;
+
+typedef struct fut_attention_shape {
+  int32_t heads, kv_heads, head_dim;
+  int32_t max_context; /* rows of the RoPE tables, and the most tokens a request can hold */
+  float rms_norm_eps;
+  const float* rope_cos; /* device F32 [max_context, head_dim/2] */
+  const float* rope_sin;
+} fut_attention_shape;
+
+/* Sampling of one row. `uniform` in [0, 1) is the row's random number; temperature 0 takes the most probable token. */
+typedef struct fut_sampling {
+  double uniform;
+  float temperature, top_p, min_p;
+  int32_t top_k; /* 0 keeps all */
+} fut_sampling;
+
+typedef struct fut_decoder_config {
+  int32_t hidden, intermediate, layers, vocab;
+  fut_attention_shape attention;
+  fut_kv_cache cache;
+  const void* embed;      /* device BF16 [vocab, hidden] */
+  const fut_layer* layer; /* host array [layers] */
+  fut_matrix head;
+  int32_t max_rows;  /* most rows of a step, 1..64 */
+  int32_t max_slots; /* rows of the page table */
+  void* workspace;   /* device, 256-byte aligned, fut_decoder_workspace_bytes() */
+  int64_t workspace_bytes;
+} fut_decoder_config;
+
+typedef struct fut_decoder fut_decoder;
+
+/* One step. Arrays are host memory and may be reused as soon as the call returns. */
+typedef struct fut_step {
+  int32_t rows;
+  int32_t
+      chunked; /* rows may be several consecutive tokens of one request (a prompt): K and V of all are written first */
+  const int32_t* token;
+  const int32_t* position;
+  const int32_t* slot;
+  int32_t head_rows; /* rows that get logits; their indices, ascending, in head_row */
+  const int32_t* head_row;
+  const fut_sampling* sampling; /* [head_rows], or null: no tokens are chosen */
+} fut_step;
+
+FUT_API const char* fut_last_error(void);
+FUT_API int32_t fut_abi_version(void);
+
+FUT_API int64_t fut_kv_block_bytes(int32_t bits, int32_t head_dim);
+FUT_API int64_t fut_decoder_workspace_bytes(const fut_decoder_config* config);
+FUT_API fut_status fut_decoder_create(const fut_decoder_config* config, fut_decoder** decoder);
+FUT_API void fut_decoder_destroy(fut_decoder* decoder);
+/* Replace the pages of a slot: host array of `count` pages, the first of them for tokens `64 * first`. */
+FUT_API fut_status fut_decoder_set_pages(fut_decoder* decoder, int32_t slot, int32_t first, const int32_t* pages,
+                                         int32_t count, void* stream);
+FUT_API fut_status fut_decoder_step(fut_decoder* decoder, const fut_step* step, void* stream);
+/* Waits for the step; copies the chosen tokens, int32 [head_rows], to host memory. */
+FUT_API fut_status fut_decoder_tokens(fut_decoder* decoder, int32_t* tokens, int32_t count, void* stream);
+/* Device F32 [max_rows, vocab]: logits of the last step's head rows, in their order. */
+FUT_API const float* fut_decoder_logits(const fut_decoder* decoder);
+
+/* Single operations, for tests and benchmarks. `x` BF16 [rows, cols]. */
+typedef enum fut_epilogue { FUT_STORE = 0, FUT_RESIDUAL = 1, FUT_SWIGLU = 2 } fut_epilogue;
+/* y: FUT_STORE F32 [rows, matrix.rows]; FUT_RESIDUAL BF16 [rows, matrix.rows], added to in place;
+ * FUT_SWIGLU BF16 [rows, matrix.rows/2]. `eps` >= 0: RMSNorm (and the matrix's gain) before the product. */
+FUT_API fut_status fut_project(const fut_matrix* matrix, const void* x, void* y, int32_t rows, int32_t epilogue,
+                               float eps, void* workspace, int64_t workspace_bytes, void* stream);
+FUT_API int64_t fut_attention_workspace_bytes(const fut_attention_shape* shape, int32_t max_rows);
+/* qkv F32 [rows, (heads + 2 kv_heads) * head_dim] after scales and bias -> out BF16 [rows, heads * head_dim].
+ * Does q/k norm, RoPE, rotation, quantisation and the write of the rows' K and V, then attention. The workspace must be
+ * zero before its first use and is left zero where it has to be. */
+FUT_API fut_status fut_attention(const fut_attention_shape* shape, const fut_kv_cache* cache, int32_t layer,
+                                 const fut_rows* rows, int32_t chunked, const float* qkv, const float* q_norm,
+                                 const float* k_norm, void* out, void* workspace, int64_t workspace_bytes,
+                                 void* stream);
+FUT_API int64_t fut_sample_workspace_bytes(int32_t max_rows, int32_t vocab);
+/* logits F32 [rows, vocab], sampling device [rows] -> tokens device int32 [rows]. */
+FUT_API fut_status fut_sample(const float* logits, const fut_sampling* sampling, int32_t* tokens, int32_t rows,
+                              int32_t vocab, void* workspace, int64_t workspace_bytes, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FUT_H */
