@@ -6,13 +6,14 @@ are carried from layer to layer, so each layer's weights are needed once, togeth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fut_convert.activation_store import ActivationStore
 from fut_runtime.artifact.layout import SITES
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.reference.layer import Attend, LayerWeights, Sixteen, run_layer
@@ -49,22 +50,60 @@ class LayerStatistics:
         return torch.tensor([margin * v / 448 if v > 0 else 1.0 for v in values], dtype=torch.float32)
 
 
+#: room(name, shape) -> where activations of this shape are kept, under a name that is not in use.
+Room = Callable[[str, tuple[int, int, int]], ActivationStore]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows that run together.
+
+    Attributes:
+        windows: which.
+        states: their hidden states BF16 [tokens, hidden], maybe a view: what changes them is `Calibration.advance`.
+        rope: cosines and sines of their positions.
+        attend: causal attention inside each window.
+    """
+
+    windows: slice
+    states: Tensor
+    rope: tuple[Tensor, Tensor]
+    attend: Attend
+
+
 class Calibration:
     """Hidden states of all windows, advanced one layer at a time.
 
-    Args:
-        windows: int64 [windows, tokens].
-        embed: [vocab, hidden], the checkpoint's.
-        device: where the layers run; hidden states stay there, in BF16.
+    Attributes:
+        hidden: the hidden states [windows, tokens, hidden].
     """
 
-    def __init__(self, model: ModelSpec, windows: Tensor, embed: Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        windows: Tensor,
+        embed: Tensor | None,
+        device: torch.device,
+        room: Room | None = None,
+    ) -> None:
+        """Begin before the first layer.
+
+        Args:
+            windows: int64 [windows, tokens].
+            embed: [vocab, hidden], the checkpoint's; None where the hidden states are to be restored.
+            device: where the layers run.
+            room: gives the room that activations take; by default on the device.
+        """
         self.model = model
         self.device = device
-        self.tokens = windows.shape[1]
-        self.hidden = embed[windows].to(torch.bfloat16).to(device)
+        self.count, self.tokens = windows.shape
+        self._room = room or (lambda _, shape: ActivationStore(shape, device))
+        self.hidden = self.room("hidden", model.hidden_size)
         self._rope = rope_tables(model, torch.arange(self.tokens, device=device))
         self._batch = windows_at_once(model, self.tokens, device)
+        if embed is not None:
+            for part in self._slices():
+                self.hidden.store(part, embed[windows[part]])
 
     @torch.inference_mode()
     def run_layer(self, layer: LayerWeights) -> LayerStatistics:
@@ -78,27 +117,39 @@ class Calibration:
             maxima[site] = torch.maximum(maxima[site], torch.maximum(stored.amax(), -stored.amin()))
 
         products = Sixteen(EXACT, self.model.rms_norm_eps, observe)
-        for states, rope, attend in self.batches():
-            states.copy_(run_layer(self.model, layer, products, EXACT, states.float(), rope, attend))
-        count = self.hidden.shape[0] * self.tokens
+        for batch in self.batches():
+            h = batch.states.float()
+            self.advance(batch, run_layer(self.model, layer, products, EXACT, h, batch.rope, batch.attend))
+        count = self.count * self.tokens
         return LayerStatistics({m: s / count for m, s in sums.items()}, {m: v.item() for m, v in maxima.items()})
 
     @torch.inference_mode()
     def head_second_moment(self) -> Tensor:
         """FP64 [hidden], mean square of the final norm's output before its gain; call it after the last layer."""
         total = torch.zeros(self.model.hidden_size, dtype=torch.float64, device=self.device)
-        for states in self.hidden:
-            h = states.float()
+        for window in range(self.count):
+            h = self.hidden.load(slice(window, window + 1))[0].float()
             total += (h * row_factor(h, self.model.rms_norm_eps)).square().sum(dim=0).double()
-        return total / (self.hidden.shape[0] * self.tokens)
+        return total / (self.count * self.tokens)
 
-    def batches(self) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], Attend]]:
-        """The windows that run together: their hidden states [tokens, hidden], a view to write to, their positions'
-        cosines and sines, and their attention.
-        """
-        for states in self.hidden.split(self._batch):
-            rope = (self._rope[0].repeat(len(states), 1), self._rope[1].repeat(len(states), 1))
-            yield states.flatten(0, 1), rope, self._attend(len(states))
+    def batches(self) -> Iterator[Batch]:
+        """All windows, as many at a time as run together."""
+        for windows in self._slices():
+            count = windows.stop - windows.start
+            rope = (self._rope[0].repeat(count, 1), self._rope[1].repeat(count, 1))
+            yield Batch(windows, self.hidden.load(windows).flatten(0, 1), rope, self._attend(count))
+
+    def room(self, name: str, channels: int) -> ActivationStore:
+        """Room for activations of all windows, not in use under this name yet."""
+        return self._room(name, (self.count, self.tokens, channels))
+
+    def advance(self, batch: Batch, states: Tensor) -> None:
+        """Replace the hidden states of a batch, by [tokens, hidden]."""
+        self.hidden.store(batch.windows, states)
+
+    def _slices(self) -> Iterator[slice]:
+        for first in range(0, self.count, self._batch):
+            yield slice(first, min(first + self._batch, self.count))
 
     def _attend(self, windows: int) -> Attend:
         """Causal attention inside each of `windows` windows that lie one after another."""

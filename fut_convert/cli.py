@@ -65,12 +65,13 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
 @click.option("--margin", type=float, metavar="X", help="Activation scale: X times the largest value seen, over 448.")
 @click.option("--max-shard-gb", type=float, metavar="GB", help="Largest file.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing artifact, once the new one is whole.")
+@click.option("--restart", is_flag=True, help="Begin anew, where an interrupted run left layers that are done.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to standard output, and nothing else.")
 @click.version_option(__version__, prog_name="fut-convert")
 def main(
     model: str, out: Path, recipe: str, revision: str | None, device: str, no_calibration: bool, overwrite: bool,
-    dry_run: bool, as_json: bool, **options: Any,
+    restart: bool, dry_run: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Convert MODEL into an artifact OUT that fut-run executes.
 
@@ -99,14 +100,26 @@ def main(
         overrides["calibration.enabled"] = False
     with reported_errors("interrupted; nothing was left behind"), terminable():
         try:
-            _run(model, out, recipe, overrides, revision, device, overwrite, dry_run, as_json)
+            _run(model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json)
         except RecipeError as error:
             raise click.UsageError(str(error)) from error
 
 
+def _say_what_is_kept(out: Path, error: BaseException) -> None:
+    from fut_convert.resume import kept_progress
+
+    kept = kept_progress(out)
+    if kept is None:
+        return
+    if isinstance(error, KeyboardInterrupt):
+        error.message = f"interrupted; {kept}"  # type: ignore[attr-defined]
+    else:
+        click.echo(kept, err=True)
+
+
 def _run(
     model: str, out: Path, recipe: str, overrides: dict[str, Any], revision: str | None, device: str, overwrite: bool,
-    dry_run: bool, as_json: bool,
+    restart: bool, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     # Imported here: PyTorch takes seconds to load, and --help should not.
     from fut_convert.pipeline import convert, plan_conversion
@@ -123,10 +136,15 @@ def _run(
         plan.require_feasible()
         return
     with ConversionDisplay(quiet=as_json) as display:
-        result = convert(
-            model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite,
-            progress=display.progress, on_plan=display.show_plan,
-        )  # fmt: skip
+        try:
+            result = convert(
+                model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite,
+                restart=restart, progress=display.progress, on_plan=display.show_plan, on_resume=display.show_resume,
+            )  # fmt: skip
+        except BaseException as error:
+            if display.started:
+                _say_what_is_kept(out, error)
+            raise
     if as_json:
         click.echo(json.dumps(result.to_dict()))
     else:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fut_convert.calibration import SixteenBitProjection
+from fut_convert.activation_store import ActivationStore
+from fut_convert.calibration import Room, SixteenBitProjection
 from fut_convert.errors import ConvertError
 from fut_convert.quantize.gptq import GptqResult, GptqSettings
 from fut_convert.quantize.module import Int4Codes
@@ -27,14 +28,25 @@ class GptqLayers:
     """
 
     def __init__(
-        self, manifest: Manifest, recipe: GptqRecipe, windows: Tensor, embed: Tensor, device: torch.device
+        self,
+        manifest: Manifest,
+        recipe: GptqRecipe,
+        windows: Tensor,
+        embed: Tensor | None,
+        device: torch.device,
+        room: Room | None = None,
     ) -> None:
-        """Begin before the first layer, with int64 [windows, tokens] and the embedding [vocab, hidden]."""
+        """Begin before the first layer, with int64 [windows, tokens]; the rest as for `Calibration`."""
         self.outcomes: dict[str, dict[str, Any]] = {}
         self._manifest = manifest
         self._settings = GptqSettings(damping=recipe.damping, act_order=recipe.act_order)
-        self._calibration = SequentialCalibration(manifest.model, windows, embed, device)
+        self._calibration = SequentialCalibration(manifest.model, windows, embed, device, room)
         self._device = device
+
+    @property
+    def hidden(self) -> ActivationStore:
+        """Hidden states of all windows behind the quantized layers."""
+        return self._calibration.hidden
 
     def layer(
         self,

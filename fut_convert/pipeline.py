@@ -6,7 +6,7 @@ The module is not called `convert`, so that `fut_convert.convert` can be the fun
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from fut_convert.plan import LOG_FILE, Plan, make_plan
 from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
 from fut_convert.recipe import Recipe, load_recipe, uses_gptq
 from fut_convert.result import ConversionResult
+from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace, conversion_inputs
 from fut_convert.sources import Source, open_source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM, HEAD
 from fut_convert.steps import StepClock
 from fut_convert.workers import Workers, worker_count
+from fut_runtime.artifact.progress import Progress as SavedProgress
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.writer import ArtifactWriter
 from fut_runtime.reference.rotation import sylvester_hadamard
@@ -73,8 +75,10 @@ def convert(
     token: str | None = None,
     device: str | torch.device = "cpu",
     overwrite: bool = False,
+    restart: bool = False,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    on_resume: Callable[[int, int], None] | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint into an artifact.
 
@@ -87,7 +91,10 @@ def convert(
         token: Hub only: access token; that of the environment or of the Hub's login when None.
         device: torch device that calibrates and quantizes.
         overwrite: replace an existing artifact, once the new one is whole.
+        restart: begin anew where an interrupted conversion left layers that are done; without it this one goes on from
+            there, provided that it is the same conversion.
         progress, on_plan: callbacks.
+        on_resume: called as on_resume(layers done, layers) where it goes on from an interrupted conversion.
 
     Raises:
         ConvertError: the model, the recipe or the plan forbids it; ArtifactError: the artifact cannot be written.
@@ -104,10 +111,20 @@ def convert(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         shard_bytes = int(resolved.max_shard_gb * 1e9)
-        with ArtifactWriter(Path(out), plan.manifest, max_shard_bytes=shard_bytes, overwrite=overwrite) as writer:
+        inputs = conversion_inputs(source, plan.manifest, device)
+        with ArtifactWriter(
+            Path(out), plan.manifest, max_shard_bytes=shard_bytes, overwrite=overwrite, inputs=inputs, restart=restart
+        ) as writer:
+            if writer.resumed is not None and on_resume is not None:
+                on_resume(writer.resumed.state[LAYERS_DONE], plan.manifest.model.num_layers)
             with Workers(worker_count(device)) as workers:
                 conversion = _Conversion(source, plan, writer, workers, device, clock, progress or (lambda *_: None))
-                conversion.run()
+                try:
+                    conversion.run()
+                except ConvertError:
+                    # Of the checkpoint, the recipe or the text: the next run would end here too, or be another one.
+                    writer.forget()
+                    raise
             with clock("seal"):
                 for name, content in plan.side_files:
                     writer.copy_side_file(content, name)
@@ -120,7 +137,8 @@ def convert(
                 peak_memory_bytes=peak_host_bytes(),
                 peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
                 module_error=conversion.module_error,
-                gptq={} if conversion.gptq is None else conversion.gptq.outcomes,
+                gptq=conversion.outcomes,
+                resumed_layers=None if writer.resumed is None else writer.resumed.state[LAYERS_DONE],
             )
             log = {**result.to_dict(), "path": path.name}
             writer.write_log(LOG_FILE, json.dumps(log, indent=2) + "\n")
@@ -146,19 +164,64 @@ class _Conversion:
         self.module_error: dict[str, float] = {}
         self.calibration: Calibration | None = None
         self.gptq: GptqLayers | None = None
-        self.initial_scales = torch.empty(0)
+        self.embed_amax = 0.0
 
     def run(self) -> None:
-        """Write every tensor."""
+        """Write every tensor that no interrupted conversion has written."""
         layers = self.model.num_layers
-        self.progress(0, layers + 2, "embedding")
-        self._embedding()
-        for layer in range(layers):
+        saved = self.writer.resumed
+        pace = SavePace()
+        if saved is None:
+            self.progress(0, layers + 2, "embedding")
+            self._embedding()
+        else:
+            self._resume(saved)
+        for layer in range(0 if saved is None else saved.state[LAYERS_DONE], layers):
             self.progress(layer + 1, layers + 2, f"layer {layer + 1} of {layers}")
             self._layer(layer)
+            if pace.due:
+                with pace.saving(), self.clock("save"):
+                    self.writer.save(self._state(layer + 1), self._tensors())
         self.progress(layers + 1, layers + 2, "head")
-        self._head()
+        if saved is None or not saved.state["head_done"]:
+            self._head()
+            with self.clock("save"):
+                self.writer.save(self._state(layers, head_done=True))
         self.progress(layers + 2, layers + 2, "sealing")
+
+    @property
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """How GPTQ's codes came about, by module; see `GptqLayers`."""
+        return {} if self.gptq is None else self.gptq.outcomes
+
+    def _state(self, layers_done: int, *, head_done: bool = False) -> dict[str, Any]:
+        """What `_resume` needs, besides the tensors."""
+        return {
+            LAYERS_DONE: layers_done,
+            LAYERS: self.model.num_layers,
+            "head_done": head_done,
+            "module_error": self.module_error,
+            "gptq": self.outcomes,
+            "embed_amax": self.embed_amax,
+        }
+
+    def _tensors(self) -> dict[str, Iterable[Tensor]]:
+        """The calibration windows' hidden states after the layers that are done."""
+        stores = {"calibration": self.calibration, "gptq": self.gptq}
+        return {name: holder.hidden.parts() for name, holder in stores.items() if holder is not None}
+
+    def _resume(self, saved: SavedProgress) -> None:
+        """Take up what an interrupted conversion saved."""
+        self.module_error = dict(saved.state["module_error"])
+        self.embed_amax = saved.state["embed_amax"]
+        self._begin_calibration(None)
+        if self.gptq is not None:
+            self.gptq.outcomes.update(saved.state["gptq"])
+        # After the head nothing is left that would need them.
+        if saved.files and self.calibration is not None:
+            self.calibration.hidden.restore(self.writer.saved_file("calibration"))
+        if saved.files and self.gptq is not None:
+            self.gptq.hidden.restore(self.writer.saved_file("gptq"))
 
     def load(self, name: str) -> Tensor:
         """Read a tensor of the checkpoint."""
@@ -172,14 +235,7 @@ class _Conversion:
 
     def _embedding(self) -> None:
         if self.plan.windows is not None:
-            embed = self.load(EMBEDDING)
-            with self.clock("calibrate"):
-                self.calibration = Calibration(self.model, self.plan.windows.ids, embed, self.device)
-            if uses_gptq(self.plan.recipe):
-                self.gptq = GptqLayers(
-                    self.plan.manifest, self.plan.recipe.gptq, self.plan.windows.ids, embed, self.device
-                )
-            del embed
+            self._begin_calibration(self.load(EMBEDDING))
         rows = stacked_rows(self.source, [EMBEDDING])
         vocab, hidden = self.model.vocab_size, self.model.hidden_size
         step = max(1, _TILE // hidden)
@@ -191,10 +247,19 @@ class _Conversion:
                 self.writer.write_rows("embed", start, tile.to(torch.bfloat16))
             return float(torch.maximum(tile.amax(), -tile.amin()))
 
-        amax = max(self.workers.map(copy, range(0, vocab, step)))
-        self.initial_scales = uncalibrated_scales(self.model, amax, self.plan.recipe.activation.margin)
+        self.embed_amax = max(self.workers.map(copy, range(0, vocab, step)))
         self.write("hadamard", sylvester_hadamard(self.model.rotation_block))
         self.write("final_norm", self.load(FINAL_NORM).float())
+
+    def _begin_calibration(self, embed: Tensor | None) -> None:
+        """Calibrate from the embedding on, or without it from hidden states that are to be restored."""
+        if self.plan.windows is None:
+            return
+        ids = self.plan.windows.ids
+        with self.clock("calibrate"):
+            self.calibration = Calibration(self.model, ids, embed, self.device)
+        if uses_gptq(self.plan.recipe):
+            self.gptq = GptqLayers(self.plan.manifest, self.plan.recipe.gptq, ids, embed, self.device)
 
     def _layer(self, layer: int) -> None:
         prefix = f"layers.{layer}"
@@ -211,7 +276,8 @@ class _Conversion:
         for module, bias in biases.items():
             self.write(f"{prefix}.{module}.bias", bias)
         if self.calibration is None:
-            self.write(f"{prefix}.activation_scale", self.initial_scales[layer])
+            scales = uncalibrated_scales(self.model, self.embed_amax, self.plan.recipe.activation.margin)
+            self.write(f"{prefix}.activation_scale", scales[layer])
             for module in MODULES:
                 rows = stacked_rows(self.source, weight_names(layer, module))
                 self._module(f"{prefix}.{module}", rows, gains.get(module), None)

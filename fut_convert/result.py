@@ -23,6 +23,8 @@ class ConversionResult:
         module_error: `layers.{i}.{module}.{format}` -> relative error, see `relative_error`; of INT4 codes chosen by
             GPTQ, the square root of their `weighted_error`.
         gptq: `layers.{i}.{module}` -> how its codes came about, see `GptqLayers.outcomes`; empty without GPTQ.
+        resumed_layers: layers that an interrupted conversion had done; None where this one began at the beginning.
+            Times and memory are those of what was left.
     """
 
     path: Path
@@ -33,6 +35,7 @@ class ConversionResult:
     peak_device_bytes: int | None
     module_error: dict[str, float]
     gptq: dict[str, dict[str, Any]]
+    resumed_layers: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -48,5 +51,6 @@ class ConversionResult:
             # The squares of weights near the largest float have no finite sum, and JSON no word for that.
             "module_error": {n: e if math.isfinite(e) else None for n, e in self.module_error.items()},
             "gptq": self.gptq,
+            "resumed_layers": self.resumed_layers,
             "warnings": list(self.plan.warnings),
         }

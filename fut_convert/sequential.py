@@ -46,23 +46,25 @@ class SequentialCalibration(Calibration):
 
         projections["qkv"] = quantize("qkv", self._after_norm(gains.get("qkv")))
 
-        attended = [
-            attention(self.model, layer, products, EXACT, states.float(), rope, attend).to(ACTIVATION_DTYPE)
-            for states, rope, attend in self.batches()
-        ]
-        projections["o"] = quantize("o", self._mean_square(attended))
-        for (states, _, _), x in zip(self.batches(), attended, strict=True):
-            states.copy_(EXACT.round16(states.float() + products.plain(layer, "o", x.float())))
-        del attended
+        attended = self.room("attended", self.model.module_shape("o")[1])
+        for batch in self.batches():
+            h = batch.states.float()
+            attended.store(batch.windows, attention(self.model, layer, products, EXACT, h, batch.rope, batch.attend))
+        inputs = (attended.load(batch.windows).flatten(0, 1) for batch in self.batches())
+        projections["o"] = quantize("o", self._mean_square(inputs))
+        for batch in self.batches():
+            x = attended.load(batch.windows).flatten(0, 1).float()
+            self.advance(batch, batch.states.float() + products.plain(layer, "o", x))
+        attended.close()
 
         projections["gate_up"] = quantize("gate_up", self._after_norm(gains.get("gate_up")))
 
         # Twice computed rather than kept: it is the widest activation of the layer.
-        wide = (gated(layer, products, states.float()) for states, _, _ in self.batches())
+        wide = (gated(layer, products, batch.states.float()) for batch in self.batches())
         projections["down"] = quantize("down", self._mean_square(wide))
-        for states, _, _ in self.batches():
-            h = states.float()
-            states.copy_(EXACT.round16(h + products.plain(layer, "down", gated(layer, products, h))))
+        for batch in self.batches():
+            h = batch.states.float()
+            self.advance(batch, h + products.plain(layer, "down", gated(layer, products, h)))
 
     @torch.inference_mode()
     def head_hessian(self, gain: Tensor | None) -> Tensor:
@@ -73,7 +75,7 @@ class SequentialCalibration(Calibration):
         """Hessian of a projection that follows an RMSNorm of the hidden states."""
         gain = None if gain is None else gain.to(self.device)
         eps = self.model.rms_norm_eps
-        hidden = (states.float() for states, _, _ in self.batches())
+        hidden = (batch.states.float() for batch in self.batches())
         return self._mean_square(normalized(h, row_factor(h, eps), gain) for h in hidden)
 
     def _mean_square(self, inputs: Iterable[Tensor]) -> Tensor:

@@ -125,6 +125,7 @@ class ConversionDisplay:
             console=self._console, transient=True, disable=not self._console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("planning", total=None)
+        self.started = False
 
     def __enter__(self) -> ConversionDisplay:
         self._bar.start()
@@ -142,8 +143,17 @@ class ConversionDisplay:
         )
         _print_warnings(plan, self._console)
 
+    def show_resume(self, done: int, layers: int) -> None:
+        """Say that an interrupted conversion goes on."""
+        self._console.print(
+            f"going on after {done} of {layers} layers, which an interrupted conversion left (--restart begins anew)",
+            highlight=False,
+            markup=False,
+        )
+
     def progress(self, done: int, total: int, what: str) -> None:
         """Advance the bar."""
+        self.started = True
         self._bar.update(self._task, completed=done, total=total, description=what)
 
 

@@ -20,7 +20,8 @@ INTERRUPTED = 130
 def reported_errors(interrupted: str = "interrupted", out_of_memory: str = "out of memory") -> Iterator[None]:
     """Turn what goes wrong on purpose, in the file system or for want of memory into click's message and exit code 1.
 
-    An interrupt prints `interrupted` and exits with 130, or with the code of the signal that ended the process.
+    An interrupt prints `interrupted`, or its own `message`, and exits with 130, or with the code of the signal that
+    ended the process.
     """
     try:
         yield
@@ -31,7 +32,7 @@ def reported_errors(interrupted: str = "interrupted", out_of_memory: str = "out 
             raise
         raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
     except KeyboardInterrupt as error:
-        click.echo(interrupted, err=True)
+        click.echo(getattr(error, "message", interrupted), err=True)
         sys.exit(error.exit_code if isinstance(error, Terminated) else INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -12,8 +12,9 @@ FILES_FILE = "fut_files.json"
 MARKER_FILE = "fut_sealed.json"
 INDEX_FILE = "model.safetensors.index.json"
 LOCK_FILE = ".fut_lock"
+PROGRESS_DIRECTORY = ".fut_progress"
 
-_OWN_NAME = re.compile(r"fut_.*\.json|model.*\.safetensors(\.index\.json)?|\.fut_lock", re.IGNORECASE)
+_OWN_NAME = re.compile(r"fut_.*\.json|model.*\.safetensors(\.index\.json)?|\.fut_(lock|progress(/.*)?)", re.IGNORECASE)
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 

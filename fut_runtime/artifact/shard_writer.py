@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -15,15 +16,27 @@ from fut_runtime.artifact.staging import os_errors
 class OpenShard:
     """A shard that is being written: its file, and how far it is written without a gap."""
 
-    def __init__(self, shard: Shard, directory: Path) -> None:
+    def __init__(self, shard: Shard, directory: Path, written: Collection[str] = ()) -> None:
+        """Create the file, or go on with one that holds the tensors `written` already.
+
+        Raises:
+            ArtifactError: the file system refuses, or the file is not the one that holds them.
+        """
         self.path = directory / shard.name
         self.shard = shard
         self.written: set[str] = set()
+        present = [place for place in shard.tensors if place.spec.name in written]
         with os_errors(self.path, "cannot be created"):
-            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            anew = os.O_TRUNC if not present else 0
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | anew | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            end = max((place.offset + place.spec.nbytes for place in present), default=0)
+            if os.fstat(self.descriptor).st_size < end:
+                raise OSError(f"ends before byte {end}; the file was changed, start over")
             _write_all(self.descriptor, memoryview(shard.header), 0)
         self.front = len(shard.header)
         self._next = 0
+        for place in present:
+            self.advance(place.spec.name)
 
     def write(self, place: TensorPlace, tensor: Tensor, skip_bytes: int = 0) -> None:
         """Write one tensor's bytes, or some of them from `skip_bytes` on."""
@@ -38,6 +51,11 @@ class OpenShard:
             after = self.shard.tensors[self._next]
             self.front = after.offset + after.spec.nbytes
             self._next += 1
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk."""
+        with os_errors(self.path, "cannot be flushed"):
+            os.fdatasync(self.descriptor)
 
     def close(self) -> None:
         """Close the file; does nothing the second time."""

@@ -7,10 +7,10 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fut_runtime.artifact.paths import LOCK_FILE, MANIFEST_FILE
+from fut_runtime.artifact.paths import LOCK_FILE, MANIFEST_FILE, PROGRESS_DIRECTORY
 from fut_runtime.errors import ArtifactError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -19,30 +19,52 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class StagingDirectory:
     """Files are written to `OUT.partial`, locked against a second writer, and renamed to `OUT` at the end.
 
-    What an interrupted run left in `OUT.partial` is removed first; an existing `OUT` is replaced at the very end, and
-    only if it is an artifact (or, with `replaces`, holds that file), never some other directory.
+    What an interrupted run left in `OUT.partial` is removed first, unless it is to be continued; an existing `OUT` is
+    replaced at the very end, and only if it is an artifact (or, with `replaces`, holds that file), never some other
+    directory.
+
+    Attributes:
+        keeping: whether `abort` leaves `OUT.partial` for a later run.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool = False, replaces: str = MANIFEST_FILE) -> None:
-        """Lock and clear `OUT.partial`.
+    def __init__(
+        self,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        replaces: str = MANIFEST_FILE,
+        resumes: Callable[[Path], bool] = lambda _: False,
+    ) -> None:
+        """Lock `OUT.partial`, and clear it unless it is to be continued.
+
+        Args:
+            out: directory to create.
+            overwrite: whether an existing `out` is replaced.
+            replaces: a file that an existing `out` must hold to be ours.
+            resumes: resumes(OUT.partial) -> whether what lies there is to be continued. Where it raises, it stays.
 
         Raises:
             ArtifactError: OUT exists, another process is writing to it, or the directory cannot be made.
         """
         check_target(out, overwrite=overwrite, replaces=replaces)
         self.out = out.parent.resolve() / out.name
-        self.path = self.out.with_name(self.out.name + ".partial")
+        self.path = staging_path(self.out)
         self._overwrite = overwrite
         self._replaces = replaces
+        self.keeping = False
         self._lock: int | None = None
         try:
             with os_errors(self.path, "cannot be made"):
                 self.out.parent.mkdir(parents=True, exist_ok=True)
                 self._lock = self._acquire()
+            # Hours of work may lie there: until it is known that nobody wants them, no failure removes them.
+            self.keeping = (self.path / PROGRESS_DIRECTORY).is_dir()
             # Another process may have published while this one waited for the lock.
             check_target(self.out, overwrite=overwrite, replaces=replaces)
-            with os_errors(self.path, "cannot be cleared"):
-                self._clear()
+            self.keeping = resumes(self.path)
+            if not self.keeping:
+                with os_errors(self.path, "cannot be cleared"):
+                    self._clear()
         except BaseException:
             self.abort()
             raise
@@ -57,7 +79,7 @@ class StagingDirectory:
         old = self.out.with_name(f"{self.out.name}.replaced-{os.getpid()}")
         with os_errors(self.out, "cannot be put in place"):
             for directory, _, _ in os.walk(self.path):
-                _fsync_directory(Path(directory))
+                fsync_directory(Path(directory))
             replacing = self.out.is_dir() and any(self.out.iterdir())
             if replacing:
                 os.rename(self.out, old)
@@ -68,17 +90,19 @@ class StagingDirectory:
                     os.rename(old, self.out)
                 raise
             # Not before: without the lock, a second writer would clear what is about to be renamed.
+            shutil.rmtree(self.out / PROGRESS_DIRECTORY, ignore_errors=True)
             (self.out / LOCK_FILE).unlink()
-            _fsync_directory(self.out.parent)
+            fsync_directory(self.out.parent)
             self._release()
             if replacing:
                 shutil.rmtree(old)
         return self.out
 
     def abort(self) -> None:
-        """Remove `OUT.partial` and release the lock; does nothing once published or aborted."""
+        """Remove `OUT.partial`, unless it is kept, and release the lock; does nothing once published or aborted."""
         if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.keeping:
+                shutil.rmtree(self.path, ignore_errors=True)
             self._release()
 
     def _acquire(self) -> int:
@@ -125,6 +149,11 @@ class StagingDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def staging_path(out: Path) -> Path:
+    """Where the files of `out` lie until it is whole."""
+    return out.with_name(out.name + ".partial")
 
 
 def check_target(out: Path, *, overwrite: bool = False, replaces: str = MANIFEST_FILE) -> None:
@@ -191,7 +220,8 @@ def write_file(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
 
 
-def _fsync_directory(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk: new names, and names that are gone."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
 from fut_runtime.artifact.hashing import FileHash, FollowingHasher, hash_bytes
 from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.manifest import Manifest
-from fut_runtime.artifact.paths import FILES_FILE, INDEX_FILE, MANIFEST_FILE, MARKER_FILE, check_foreign_name, inside
+from fut_runtime.artifact.paths import (
+    FILES_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    MARKER_FILE,
+    PROGRESS_DIRECTORY,
+    check_foreign_name,
+    inside,
+)
+from fut_runtime.artifact.progress import Progress, ProgressKeeper
 from fut_runtime.artifact.seal import files_text, marker_text
 from fut_runtime.artifact.shard_writer import OpenShard
 from fut_runtime.artifact.shards import MAX_SHARD_BYTES, TORCH_DTYPES, TensorPlace, index_text, plan_shards
@@ -33,12 +44,20 @@ class ArtifactWriter:
     """Writes the artifact `OUT`.
 
     Everything goes to `OUT.partial`, locked against a second writer. `seal` makes it an artifact: only then does `OUT`
-    exist. As a context manager it removes `OUT.partial` when left without sealing. At most the tensor that is being
-    written is held in memory; the hashing follows in a background thread. `write` may be called from several threads.
+    exist. As a context manager it removes `OUT.partial` when left without sealing, unless `save` has been called: then
+    another writer with the same `inputs` goes on from there. At most the tensor that is being written is held in
+    memory; the hashing follows in a background thread. `write` may be called from several threads.
     """
 
     def __init__(
-        self, out: Path, manifest: Manifest, *, max_shard_bytes: int = MAX_SHARD_BYTES, overwrite: bool = False
+        self,
+        out: Path,
+        manifest: Manifest,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        overwrite: bool = False,
+        inputs: Mapping[str, Any] | None = None,
+        restart: bool = False,
     ) -> None:
         """Check the manifest, lock `OUT.partial` and create every shard with its header.
 
@@ -47,9 +66,12 @@ class ArtifactWriter:
             manifest: what the artifact will hold.
             max_shard_bytes: size limit of a shard file; a single larger tensor has a shard of its own.
             overwrite: whether an existing artifact `out` is replaced, once the new one is whole.
+            inputs: JSON-ready, whatever the tensors' bytes depend on; None where nothing is resumed or saved.
+            restart: throw away what an interrupted writer saved.
 
         Raises:
-            ArtifactError: the manifest contradicts itself, OUT exists or is being written, or the disk refuses.
+            ArtifactError: the manifest contradicts itself, OUT exists or is being written, OUT.partial holds what was
+                saved with other inputs, or the disk refuses.
         """
         text = manifest.to_json()
         Manifest.from_json(text, MANIFEST_FILE)
@@ -58,26 +80,34 @@ class ArtifactWriter:
         self._hashes: dict[str, FileHash] = {}
         self._shards: list[OpenShard] = []
         self._places: dict[str, tuple[OpenShard, TensorPlace]] = {}
+        self._progress = ProgressKeeper(inputs, restart=restart)
         self._hasher = FollowingHasher()
         self._parts: dict[str, _Parts] = {}
         self._lock = threading.Lock()
         self._finished = False
         try:
-            self._staging = StagingDirectory(out, overwrite=overwrite)
+            self._staging = StagingDirectory(out, overwrite=overwrite, resumes=self._progress.continues)
         except BaseException:
             self._hasher.stop()
             raise
         try:
             self._base = self._staging.path
             shards = plan_shards(all_tensors(manifest), max_shard_bytes)
+            written = self._progress.take_up(self._base, [shard.name for shard in shards])
             for shard in shards:
-                self._shards.append(OpenShard(shard, self._base))
+                self._shards.append(OpenShard(shard, self._base, written))
                 self._places |= {place.spec.name: (self._shards[-1], place) for place in shard.tensors}
+            self._hash_fronts()
             self._write_sealed(MANIFEST_FILE, text.encode())
             self._write_sealed(INDEX_FILE, index_text(shards).encode())
         except BaseException:
             self.abort()
             raise
+
+    @property
+    def resumed(self) -> Progress | None:
+        """What an interrupted writer saved, where this one goes on from there: its tensors are written."""
+        return self._progress.resumed
 
     @property
     def path(self) -> Path:
@@ -140,6 +170,43 @@ class ArtifactWriter:
             if shard.front > before:
                 self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
 
+    def save(self, state: Mapping[str, Any], tensors: Mapping[str, Iterable[Tensor]] | None = None) -> None:
+        """Record that every tensor begun is whole, so that another writer can go on from here.
+
+        Call it when no other thread is writing.
+
+        Args:
+            state: JSON-ready, what the caller needs to go on.
+            tensors: name -> host tensors whose bytes `saved_file` gives back.
+
+        Raises:
+            ArtifactError: a tensor is written in part, or the disk refuses.
+        """
+        self._check_open()
+        written = [name for shard in self._shards for name in shard.written]
+        partly = sorted(self._parts.keys() - set(written))
+        if partly:
+            raise ArtifactError(f"{self._base}: tensor {partly[0]} is written in part")
+        for shard in self._shards:
+            shard.flush()
+        self._progress.save(self._base, written, state, tensors or {})
+        self._staging.keeping = True
+
+    def saved_file(self, name: str) -> Path:
+        """File that holds the bytes of the tensors saved under a name by the writer that this one goes on from."""
+        return self._progress.saved_file(self._base, name)
+
+    def work_file(self, name: str) -> Path:
+        """A path for a file of the caller's that is of no use to anybody once the writer is gone.
+
+        Raises:
+            ArtifactError: its directory cannot be made.
+        """
+        directory = self._base / PROGRESS_DIRECTORY
+        with os_errors(directory, "cannot be made"):
+            directory.mkdir(exist_ok=True)
+        return directory / f"{name}.work"
+
     def copy_side_file(self, source: Path | bytes, relative_name: str) -> None:
         """Copy a tokenizer, config or licence file byte for byte into the sealed set.
 
@@ -197,8 +264,12 @@ class ArtifactWriter:
         self._finished = True
         return self._base
 
+    def forget(self) -> None:
+        """Have `abort` remove what was saved as well, where going on from there would only fail again."""
+        self._staging.keeping = False
+
     def abort(self) -> None:
-        """Stop and remove `OUT.partial`; does nothing once sealed."""
+        """Stop, and remove `OUT.partial` unless something was saved; does nothing once sealed."""
         if not self._finished:
             self._finished = True
             self._hasher.stop()
@@ -212,6 +283,15 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+    def _hash_fronts(self) -> None:
+        """Have what an interrupted writer has written hashed."""
+        for shard in self._shards:
+            for name in shard.written:
+                rows = self._places[name][1].spec.shape[0]
+                self._parts[name] = _Parts(claimed=rows, written=rows)
+            if shard.written:
+                self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
 
     def _check_open(self) -> None:
         if self._finished:

@@ -1,0 +1,127 @@
+"""Activations of all calibration windows, kept where there is room: on the device, in host memory, or in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fut_runtime.artifact.staging import os_errors
+from fut_runtime.reference.numerics import ACTIVATION_DTYPE
+
+#: Where activations may lie, the fastest first.
+PLACES: tuple[str, ...] = ("device", "host", "disk")
+#: Bytes that are copied at once to or from a file.
+_CHUNK_BYTES = 64 << 20
+
+
+class ActivationStore:
+    """BF16 activations [windows, tokens, channels], read and written some windows at a time."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], device: torch.device, place: str = "device", path: Path | None = None
+    ) -> None:
+        """Make room for activations; what they are at first is undefined.
+
+        Args:
+            shape: windows, tokens, channels.
+            device: where `load` puts them.
+            place: one of PLACES; `host` is memory that the device copies from and to directly.
+            path: the file of `disk`, made anew.
+
+        Raises:
+            ArtifactError: the file cannot be made.
+        """
+        self.shape = shape
+        self.place = place
+        self._device = device
+        self._tensor: Tensor | None = None
+        self._descriptor = -1
+        self._path = path
+        if place == "disk":
+            if path is None:
+                raise ValueError("activations on the disk need the path of a file")
+            with os_errors(path, "cannot be made"):
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        else:
+            pinned = place == "host" and device.type == "cuda"
+            where = device if place == "device" else torch.device("cpu")
+            self._tensor = torch.empty(shape, dtype=ACTIVATION_DTYPE, device=where, pin_memory=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all of them."""
+        windows, tokens, channels = self.shape
+        return ACTIVATION_DTYPE.itemsize * windows * tokens * channels
+
+    def load(self, windows: slice) -> Tensor:
+        """Those of some windows, [n, tokens, channels] on the device: maybe a view, so not to be changed."""
+        if self._tensor is not None:
+            return self._tensor[windows].to(self._device)
+        part = torch.empty((windows.stop - windows.start, *self.shape[1:]), dtype=ACTIVATION_DTYPE)
+        self._transfer(part, windows.start, write=False)
+        return part.to(self._device)
+
+    def store(self, windows: slice, values: Tensor) -> None:
+        """Put those of some windows, of any shape with as many numbers, rounded to BF16.
+
+        Raises:
+            ArtifactError: the disk refuses.
+        """
+        values = values.view(-1, *self.shape[1:])
+        if self._tensor is not None:
+            self._tensor[windows].copy_(values)
+        else:
+            self._transfer(values.to("cpu", ACTIVATION_DTYPE).contiguous(), windows.start, write=True)
+
+    def parts(self) -> Iterator[Tensor]:
+        """All of them in order, some windows [n, tokens, channels] at a time, in host memory."""
+        for windows in self._slices():
+            yield self.load(windows).cpu()
+
+    def restore(self, path: Path) -> None:
+        """Take all of them from a file that holds the bytes of `parts`.
+
+        Raises:
+            ArtifactError: the file cannot be read or is too short.
+        """
+        with os_errors(path, "cannot be read"), path.open("rb") as file:
+            for windows in self._slices():
+                part = torch.empty((windows.stop - windows.start, *self.shape[1:]), dtype=ACTIVATION_DTYPE)
+                if file.readinto(_bytes(part)) != part.nbytes:
+                    raise OSError(f"ends before byte {self.nbytes}")
+                self.store(windows, part)
+
+    def close(self) -> None:
+        """Give the room back; does nothing the second time."""
+        self._tensor = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+
+    def _slices(self) -> Iterator[slice]:
+        count = self.shape[0]
+        step = max(1, _CHUNK_BYTES * count // max(1, self.nbytes))
+        for first in range(0, count, step):
+            yield slice(first, min(first + step, count))
+
+    def _transfer(self, part: Tensor, first: int, *, write: bool) -> None:
+        data, offset = _bytes(part), first * self.nbytes // self.shape[0]
+        with os_errors(self._path or Path(), "cannot be written" if write else "cannot be read"):
+            while data:
+                if write:
+                    count = os.pwrite(self._descriptor, data[:_CHUNK_BYTES], offset)
+                elif (count := os.preadv(self._descriptor, [data[:_CHUNK_BYTES]], offset)) == 0:
+                    raise OSError(f"ends at byte {offset}")
+                data, offset = data[count:], offset + count
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
