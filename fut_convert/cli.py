@@ -18,6 +18,7 @@ from fut_runtime.termination import terminable
 _RECIPE_OPTIONS = {
     "weights": "weights",
     "method": "int4.method",
+    "solver": "gptq.solver",
     "scale_method": "int4.scale_method",
     "group_size": "int4.group_size",
     "gain": "int4.gain",
@@ -52,6 +53,7 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
 @click.option("--head", metavar="FORMAT", help="Output head: bf16, e4m3 or int4.")
 @click.option("--group-size", callback=_group_size, metavar="N", help="INT4: weights a scale: auto, 32, 64 or 128.")
 @click.option("--method", metavar="NAME", help="INT4: rtn (round to nearest) or gptq.")
+@click.option("--solver", metavar="NAME", help="GPTQ: fut, or auto-gptq (that package's; an optional extra).")
 @click.option("--scale-method", metavar="NAME", help="INT4: absmax_7, absmax_7.5, search or weighted_search.")
 @click.option("--gain", metavar="WHERE", help="INT4: RMSNorm gain at runtime, or folded into the weights.")
 @click.option("--scale-dtype", metavar="DTYPE", help="INT4: bfloat16 or float16.")

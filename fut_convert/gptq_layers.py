@@ -39,7 +39,8 @@ class GptqLayers:
         """Begin before the first layer, with int64 [windows, tokens]; the rest as for `Calibration`."""
         self.outcomes: dict[str, dict[str, Any]] = {}
         self._manifest = manifest
-        self._settings = GptqSettings(damping=recipe.damping, act_order=recipe.act_order)
+        self._settings = GptqSettings(damping=recipe.damping, act_order=recipe.act_order, sweeps=recipe.sweeps)
+        self._solver = recipe.solver
         self._calibration = SequentialCalibration(manifest.model, windows, embed, device, room)
         self._device = device
 
@@ -99,7 +100,7 @@ class GptqLayers:
                 "try another calibration text, or int4.method rtn"
             )
         try:
-            codes, result = gptq_module(weight, spec, hessian, gain=gain, settings=self._settings)
+            codes, result = gptq_module(weight, spec, hessian, gain=gain, settings=self._settings, solver=self._solver)
         except ConvertError as error:
             raise type(error)(f"{name}: {error}") from error
         self.outcomes[name] = _outcome(result)

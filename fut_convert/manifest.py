@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from fut_convert.recipe import AUTO, KVCacheRecipe, Recipe
+from fut_convert.recipe import AUTO, KVCacheRecipe, Recipe, uses_gptq
 from fut_runtime.artifact.fragment import DEFAULT_SCALE_ORDER
 from fut_runtime.artifact.layout import default_group_size, padded_e4m3_shape, padded_int4_shape
 from fut_runtime.artifact.manifest import ActivationSpec, KVCacheSpec, Manifest, WeightSpec
@@ -47,7 +47,7 @@ def build_manifest(
         head=recipe.head,
         source=dict(source),
         recipe=recipe.to_dict(),
-        tools=tool_versions(source),
+        tools=tool_versions(source, recipe),
         calibration=None if calibration is None else dict(calibration),
         side_files=tuple(side_files),
     )
@@ -93,11 +93,13 @@ def weight_spec(model: ModelSpec, module: str, weight_format: str, recipe: Recip
     )
 
 
-def tool_versions(source: Mapping[str, Any]) -> dict[str, str]:
+def tool_versions(source: Mapping[str, Any], recipe: Recipe) -> dict[str, str]:
     """Versions that decide what the sealed bytes are; a GGUF's weights are what its package dequantizes them to."""
     names = ["futransformer", "torch", "tokenizers"]
     if source.get("kind") == "gguf":
         names += ["gguf", "numpy"]
+    if uses_gptq(recipe) and recipe.gptq.solver == "auto-gptq":
+        names.append("auto-gptq")
     versions = {"python": platform.python_version()}
     for name in names:
         try:

@@ -13,7 +13,8 @@ from fut_convert.calibration_text import CalibrationWindows, calibration_windows
 from fut_convert.errors import PreflightError
 from fut_convert.manifest import build_manifest
 from fut_convert.memory import available_bytes, estimate_host_bytes
-from fut_convert.recipe import AUTO, Recipe
+from fut_convert.quantize.auto_gptq import auto_gptq_problem
+from fut_convert.recipe import AUTO, Recipe, uses_gptq
 from fut_convert.sources import SideFile, Source
 from fut_runtime.artifact.layout import TensorSpec, all_tensors
 from fut_runtime.artifact.manifest import Manifest
@@ -110,6 +111,8 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
     problems = source.check()
     errors = [p.message for p in problems if p.severity == "error"]
     warnings = [p.message for p in problems if p.severity != "error"]
+    if uses_gptq(recipe) and recipe.gptq.solver == "auto-gptq" and (problem := auto_gptq_problem()):
+        errors.append(problem)
     windows = calibration_windows(source, recipe.calibration) if recipe.calibration.enabled and not errors else None
     if windows is None:
         warnings += tokenizer_warnings(source)

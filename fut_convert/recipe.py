@@ -17,8 +17,11 @@ from fut_runtime.artifact.manifest import WEIGHT_FORMATS
 
 GROUP_SIZES: tuple[int, ...] = (32, 64, 128)
 SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
+GPTQ_SOLVERS: tuple[str, ...] = ("fut", "auto-gptq")
 #: Value of a choice that the conversion makes itself.
 AUTO = "auto"
+#: The scales that the solver of auto-gptq chooses.
+AUTO_GPTQ_SCALES = "absmax_7.5"
 #: Value of `calibration.text` that stands for the text that ships with this package.
 BUILTIN_TEXT = "builtin"
 #: What `calibration.text` begins with where it names a data set on the Hub.
@@ -102,10 +105,12 @@ class Int4Recipe:
 
 @dataclass(frozen=True)
 class GptqRecipe:
-    """How GPTQ runs, see `GptqSettings`."""
+    """How GPTQ runs, see `GptqSettings`; `solver` is `fut`, ours, or `auto-gptq`, that package's."""
 
+    solver: str = _key("fut", _one_of(*GPTQ_SOLVERS))
     damping: float = _key(0.01, _number(0, 1))
     act_order: bool = _key(True, _flag)
+    sweeps: int = _key(1, _number(0, 100, whole=True))
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,8 @@ class Recipe:
         """The scale method, with `auto` resolved."""
         if self.int4.scale_method != AUTO:
             return self.int4.scale_method
+        if self.int4.method == "gptq" and self.gptq.solver == "auto-gptq":
+            return AUTO_GPTQ_SCALES
         return "weighted_search" if self.calibration.enabled else "search"
 
 
@@ -247,6 +254,8 @@ def _check_consistency(recipe: Recipe, where: str) -> None:
             f"{where}: int4.scale_method weighted_search weighs errors by calibrated activations, but calibration is "
             "off; leave calibration on, or choose search (--scale-method search)"
         )
+    if recipe.gptq.solver != "fut":
+        _check_foreign_solver(recipe, where)
     if recipe.int4.method == "gptq" and uses_int4(recipe):
         if not recipe.calibration.enabled:
             raise RecipeError(
@@ -258,6 +267,20 @@ def _check_consistency(recipe: Recipe, where: str) -> None:
                 f"{where}: int4.method gptq calibrates a head in INT4 behind layers in INT4, but weights are "
                 f"{', '.join(recipe.weights)}; add int4 to weights, or choose rtn (--method rtn)"
             )
+
+
+def _check_foreign_solver(recipe: Recipe, where: str) -> None:
+    solver = recipe.gptq.solver
+    if recipe.int4.method != "gptq":
+        raise RecipeError(
+            f"{where}: gptq.solver {solver} chooses codes by GPTQ, but int4.method is {recipe.int4.method}; choose "
+            "gptq (--method gptq), or leave the solver out"
+        )
+    if recipe.scale_method != AUTO_GPTQ_SCALES:
+        raise RecipeError(
+            f"{where}: gptq.solver {solver} chooses its own scales, 2·max/15, so int4.scale_method "
+            f"{recipe.scale_method} cannot be kept; leave it at auto (or say {AUTO_GPTQ_SCALES}), or choose solver fut"
+        )
 
 
 def uses_gptq(recipe: Recipe) -> bool:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fut_convert.quantize.refine import refine_codes
 from fut_convert.quantize.rtn import CODE_OFFSET, HIGHEST, LOWEST, nonzero_divisor, rtn_int4
 from fut_runtime.artifact.fragment import dequantize_int4
 
 #: What damping that is too small is multiplied by, and the largest that is tried: at the mean of the diagonal what is
 #: left of the Hessian's structure is not worth having.
-_DAMPING_STEP = 10.0
-_MOST_DAMPING = 1.0
+DAMPING_STEP = 10.0
+MOST_DAMPING = 1.0
 #: Numbers of a matrix whose error is summed at once in FP64.
 _ERROR_CHUNK = 1 << 22
 
@@ -33,11 +34,13 @@ class GptqSettings:
         act_order: quantize the columns of the largest activations first, while the others can still make good for
             them. Groups are static: every column keeps its place and the scale of its group.
         block_size: columns after which the rest of the matrix is updated; of no influence but rounding.
+        sweeps: passes of coordinate descent over the codes afterwards, see `refine_codes`.
     """
 
     damping: float = 0.01
     act_order: bool = True
     block_size: int = 128
+    sweeps: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,25 @@ def gptq_int4(
         raise ValueError("the Hessian holds values that are not finite")
     hessian = hessian.double()
     codes = rtn_int4(weight, scales, group_size)
-    total = _row_errors(weight, None, scales, group_size, hessian).sum()
-    rounded = _row_errors(weight, codes, scales, group_size, hessian)
+    total = row_errors(weight, None, scales, group_size, hessian).sum()
+    rounded = row_errors(weight, codes, scales, group_size, hessian)
     factor = factorize(hessian, settings)
     if factor is None:
-        reason = f"the Hessian is not positive definite, even with damping {_MOST_DAMPING:g}"
-        return GptqResult(codes, None, reason, len(weight), _share(rounded, total))
+        return GptqResult(codes, None, indefinite(), len(weight), error_share(rounded, total))
     solved = solve_columns(weight, scales, group_size, factor, settings.block_size)
-    errors = _row_errors(weight, solved, scales, group_size, hessian)
-    # The feedback is greedy and damped: now and then it loses.
+    errors = row_errors(weight, solved, scales, group_size, hessian)
+    if settings.sweeps:
+        swept = refine_codes(
+            weight, solved, scales, group_size, damped_hessian(hessian, factor.damping).to(torch.float32),
+            sweeps=settings.sweeps, block_size=settings.block_size,
+        )  # fmt: skip
+        swept_errors = row_errors(weight, swept, scales, group_size, hessian)
+        solved = torch.where((swept_errors < errors)[:, None], swept, solved)
+        errors = torch.minimum(swept_errors, errors)
+    # Both are greedy and damped: now and then they lose.
     nearest = rounded < errors
     codes = torch.where(nearest[:, None], codes, solved)
-    error = _share(torch.where(nearest, rounded, errors), total)
+    error = error_share(torch.where(nearest, rounded, errors), total)
     return GptqResult(codes, factor.damping, None, int(nearest.sum()), error)
 
 
@@ -123,26 +133,31 @@ def factorize(hessian: Tensor, settings: GptqSettings) -> HessianFactor | None:
     order = torch.arange(columns, device=hessian.device)
     if settings.act_order:
         order = torch.argsort(diagonal, descending=True, stable=True)
-    active = diagonal != 0
-    mean = diagonal[active].mean() if bool(active.any()) else torch.ones((), device=hessian.device)
     # H = RRᵀ with R upper triangular is Cholesky's factorisation from the last column to the first, and U = R⁻¹: one
     # factorisation and one triangular inverse, never the square of the condition that inverting H would bring.
     backwards = order.flip(0)
-    reordered = hessian[backwards][:, backwards]
-    idle = torch.where(active, 0.0, mean)[backwards]
     damping = settings.damping
-    while mean > 0:
-        damped = reordered.clone()
-        damped.diagonal().add_(idle + damping * mean)
+    while True:
+        damped = damped_hessian(hessian, damping)[backwards][:, backwards]
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not bool(failed):
             identity = torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
             upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
             return HessianFactor(order.tolist(), upper.to(torch.float32).contiguous(), damping)
-        if damping >= _MOST_DAMPING:
+        if damping >= MOST_DAMPING:
             break
-        damping = min(_MOST_DAMPING, max(damping, 1e-4) * _DAMPING_STEP)
+        damping = min(MOST_DAMPING, max(damping, 1e-4) * DAMPING_STEP)
     return None
+
+
+def damped_hessian(hessian: Tensor, damping: float) -> Tensor:
+    """H + λI, λ a share of the mean of the diagonal of the columns that were ever active; the others get that mean."""
+    damped = hessian.clone()
+    diagonal = hessian.diagonal()
+    active = diagonal != 0
+    mean = diagonal[active].mean() if bool(active.any()) else diagonal.new_ones(())
+    damped.diagonal().add_(torch.where(active, damping * mean, (1 + damping) * mean))
+    return damped
 
 
 def solve_columns(weight: Tensor, scales: Tensor, group_size: int, factor: HessianFactor, block_size: int) -> Tensor:
@@ -171,7 +186,12 @@ def solve_columns(weight: Tensor, scales: Tensor, group_size: int, factor: Hessi
     return codes.view(torch.uint8).T.contiguous()
 
 
-def _row_errors(weight: Tensor, codes: Tensor | None, scales: Tensor, group_size: int, hessian: Tensor) -> Tensor:
+def indefinite() -> str:
+    """Why a matrix was rounded to nearest."""
+    return f"the Hessian is not positive definite, even with damping {MOST_DAMPING:g}"
+
+
+def row_errors(weight: Tensor, codes: Tensor | None, scales: Tensor, group_size: int, hessian: Tensor) -> Tensor:
     """FP64 [out], (w - ŵ) H (w - ŵ)ᵀ of each row, or w H wᵀ without codes."""
     step = max(1, _ERROR_CHUNK // weight.shape[1])
     parts = []
@@ -184,5 +204,6 @@ def _row_errors(weight: Tensor, codes: Tensor | None, scales: Tensor, group_size
     return torch.cat(parts)
 
 
-def _share(errors: Tensor, total: Tensor) -> float:
+def error_share(errors: Tensor, total: Tensor) -> float:
+    """Σ errors / total, 0 where there was nothing to lose."""
     return (errors.sum() / total).item() if total > 0 else 0.0

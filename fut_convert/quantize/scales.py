@@ -84,9 +84,18 @@ def int4_scales(
                 for g, m in zip(groups.split(rows), maxima.split(rows), strict=True)
             ]
         )
+    return require_scale_range(scales, maxima)
+
+
+def require_scale_range(scales: Tensor, weight: Tensor) -> Tensor:
+    """The scales, all of which fit their storage type; `weight` holds the weights or their maxima.
+
+    Raises:
+        ScaleRangeError: a scale overflowed.
+    """
     if not bool(torch.isfinite(scales).all()):
         raise ScaleRangeError(
-            f"the largest weight, {maxima.max().item():g}, needs a scale beyond {scale_dtype}; "
+            f"the largest weight, {weight.abs().max().item():g}, needs a scale beyond {scales.dtype}; "
             "choose scale_dtype bfloat16"
         )
     return scales

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fut_convert.quantize.auto_gptq import auto_gptq_int4
 from fut_convert.quantize.fold import fold_gain
 from fut_convert.quantize.gptq import GptqResult, GptqSettings, gptq_int4
 from fut_convert.quantize.module import SCALE_DTYPES, Int4Codes
@@ -14,7 +15,13 @@ from fut_runtime.artifact.manifest import WeightSpec
 
 
 def gptq_module(
-    weight: Tensor, spec: WeightSpec, hessian: Tensor, *, gain: Tensor | None, settings: GptqSettings
+    weight: Tensor,
+    spec: WeightSpec,
+    hessian: Tensor,
+    *,
+    gain: Tensor | None,
+    settings: GptqSettings,
+    solver: str = "fut",
 ) -> tuple[Int4Codes, GptqResult]:
     """Scales and codes of a whole matrix.
 
@@ -24,6 +31,7 @@ def gptq_module(
         hessian: FP32 [in, in], the mean of xxᵀ over what enters the product: after the gain where that is applied at
             run time, before it where it is folded.
         gain: [in] of the RMSNorm before it; folded where the spec says so.
+        solver: `fut`, or `auto-gptq`, which chooses its own scales.
 
     Raises:
         ConvertError: a weight is not finite, or a scale does not fit its type.
@@ -35,12 +43,16 @@ def gptq_module(
     if extra:
         values, hessian = pad(values, (0, extra)), pad(hessian, (0, extra, 0, extra))
     group_size = spec.group_size or 0
+    scale_dtype = SCALE_DTYPES[spec.scale_dtype or ""]
+    if solver == "auto-gptq":
+        scales, result = auto_gptq_int4(values, hessian, group_size, settings, scale_dtype=scale_dtype)
+        return Int4Codes(result.codes, scales), result
     scales = int4_scales(
         values,
         group_size,
         spec.scale_method or "",
         second_moment=hessian.diagonal() if spec.scale_method == "weighted_search" else None,
-        scale_dtype=SCALE_DTYPES[spec.scale_dtype or ""],
+        scale_dtype=scale_dtype,
     )
     result = gptq_int4(values, hessian, scales, group_size, settings)
     return Int4Codes(result.codes, scales), result

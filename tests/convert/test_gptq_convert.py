@@ -47,7 +47,7 @@ def test_only_the_int4_tensors_differ_from_rounding_to_nearest(tiny_checkpoint: 
     spec = gptq.manifest.weights["layers.1.down"]["int4"]
     assert (spec.method, spec.scale_method) == ("gptq", "weighted_search")
     assert gptq.manifest.weights["layers.1.down"]["e4m3"].method == "rtn"
-    assert gptq.manifest.recipe["gptq"] == {"damping": 0.01, "act_order": True}
+    assert gptq.manifest.recipe["gptq"] == {"solver": "fut", "damping": 0.01, "act_order": True, "sweeps": 1}
     assert "gptq" not in rtn.manifest.recipe
 
 

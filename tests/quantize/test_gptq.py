@@ -1,14 +1,6 @@
-"""GPTQ against a slow twin in FP64, against rounding to nearest, and against another implementation."""
+"""GPTQ against a slow twin in FP64, and against rounding to nearest."""
 
 from __future__ import annotations
-
-import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -17,35 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fut_convert.quantize.gptq import GptqSettings, gptq_int4
+from fut_convert.quantize.refine import refine_codes
 from fut_convert.quantize.rtn import rtn_int4
 from fut_convert.quantize.scales import int4_scales
-from fut_runtime.artifact.fragment import dequantize_int4
+from gptq_matrices import correlated_hessian, random_weight, relative_error, shifted
 
 GROUP = 32
 
 
-def correlated_hessian(columns: int, seed: int, *, spread: float = 1.0, samples: int = 0) -> Tensor:
-    """FP64 mean of xxᵀ over correlated inputs whose channels differ in size."""
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(columns, columns, generator=generator, dtype=torch.float64) / columns**0.5
-    mixing += torch.eye(columns)
-    x = torch.randn(samples or 8 * columns, columns, generator=generator, dtype=torch.float64) @ mixing
-    x *= (spread * torch.randn(columns, generator=generator, dtype=torch.float64)).exp()
-    return x.T @ x / len(x)
-
-
-def random_weight(rows: int, columns: int, seed: int) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-
-
 def weighted_scales(weight: Tensor, hessian: Tensor) -> Tensor:
     return int4_scales(weight, GROUP, "weighted_search", second_moment=hessian.diagonal())
-
-
-def relative_error(weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor) -> float:
-    """tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), written as it stands."""
-    lost = weight.double() - dequantize_int4(codes, scales).double()
-    return float((lost @ hessian @ lost.T).trace() / (weight.double() @ hessian @ weight.double().T).trace())
 
 
 def naive_gptq(weight: Tensor, hessian: Tensor, scales: Tensor, damping: float, act_order: bool) -> Tensor:
@@ -77,7 +50,7 @@ def test_codes_equal_those_of_the_derivation(act_order: bool, block_size: int) -
     hessian = correlated_hessian(64, seed=1)
     weight = random_weight(40, 64, seed=2)
     scales = weighted_scales(weight, hessian)
-    found = gptq_int4(weight, hessian, scales, GROUP, GptqSettings(0.01, act_order, block_size))
+    found = gptq_int4(weight, hessian, scales, GROUP, GptqSettings(0.01, act_order, block_size, sweeps=0))
     expected = naive_gptq(weight, hessian, scales, 0.01, act_order)
     # A weight that FP32 puts on the other side of a tie changes the row after it.
     differing = int((found.codes != expected).any(dim=1).sum()) - found.nearest_rows
@@ -160,15 +133,6 @@ def test_no_calibration_at_all_means_rounding_to_nearest() -> None:
     assert torch.equal(result.codes, rtn_int4(weight, scales, GROUP)) and result.weighted_error == 0
 
 
-def shifted(hessian: Tensor, share: float) -> Tensor:
-    """The same with its smallest eigenvalue at -share of the diagonal's mean."""
-    values = torch.linalg.eigvalsh(hessian)
-    identity = torch.eye(len(hessian), dtype=torch.float64)
-    found = hessian - values[0] * identity
-    # The shift changes the mean itself: mean' = mean - s, s = share · mean'.
-    return found - identity * (share / (1 + share) * found.diagonal().mean())
-
-
 @pytest.mark.parametrize(("share", "damping"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0)])
 def test_damping_escalates_until_the_hessian_is_definite(share: float, damping: float) -> None:
     hessian = shifted(correlated_hessian(64, seed=12), share)
@@ -195,51 +159,48 @@ def test_bad_hessians_are_refused(hessian: Tensor) -> None:
         gptq_int4(weight, hessian, int4_scales(weight, GROUP, "absmax_7"), GROUP)
 
 
-@contextmanager
-def auto_gptq() -> Iterator[tuple[Any, Any]]:
-    """The solver and the quantizer of auto-gptq, whose package cannot be imported beside current libraries."""
-    pytest.importorskip("transformers")
-    spec = importlib.util.find_spec("auto_gptq")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("auto-gptq is not installed: pip install --no-deps auto-gptq==0.7.1")
-    package = ModuleType("auto_gptq")
-    package.__path__ = [str(Path(p)) for p in spec.submodule_search_locations]
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "auto_gptq"}
-    parent = ModuleType("auto_gptq.quantization")
-    parent.__path__ = [str(Path(p) / "quantization") for p in spec.submodule_search_locations]
-    sys.modules |= {"auto_gptq": package, "auto_gptq.quantization": parent}
-    try:
-        solver = importlib.import_module("auto_gptq.quantization.gptq").GPTQ
-        quantizer = importlib.import_module("auto_gptq.quantization.quantizer").Quantizer
-        yield solver, quantizer
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "auto_gptq"]:
-            del sys.modules[name]
-        sys.modules |= before
+def naive_descent(weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor) -> Tensor:
+    """One pass in FP64 that tries every code of every weight and keeps the one of least error."""
+    codes, steps = codes.clone(), scales.double()
+    for row in range(len(weight)):
+        for column in range(weight.shape[1]):
+            losses = []
+            for code in range(16):
+                codes[row, column] = code
+                decoded = (codes[row].double() - 8) * steps[row].repeat_interleave(GROUP)
+                lost = decoded - weight[row].double()
+                losses.append(float(lost @ hessian @ lost))
+            codes[row, column] = losses.index(min(losses))
+    return codes
 
 
-def solve_with_auto_gptq(weight: Tensor, hessian: Tensor, group: int, synchronize: Callable[[], None]) -> Tensor:
-    """Its dequantized weights, at damping 0.01, act-order and static groups."""
-    with auto_gptq() as (solver, _):
-        layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        layer.weight.data = weight.clone()
-        theirs = solver(layer)
-        theirs.quantizer.configure(4, perchannel=True, sym=True, mse=False)
-        theirs.H = hessian.float()
-        theirs.nsamples = 1
-        theirs.fasterquant(blocksize=64, percdamp=0.01, group_size=group, actorder=True, static_groups=True)
-        return layer.weight.data
+@pytest.mark.parametrize("block_size", [1, 24, 128])
+def test_a_sweep_takes_the_best_code_of_each_column_in_turn(block_size: int) -> None:
+    hessian = correlated_hessian(64, seed=20)
+    weight = random_weight(4, 64, seed=21)
+    scales = weighted_scales(weight, hessian)
+    scales[1] *= -1
+    start = rtn_int4(weight, scales, GROUP)
+    found = refine_codes(weight, start, scales, GROUP, hessian.float(), sweeps=1, block_size=block_size)
+    assert torch.equal(found, naive_descent(weight, start, scales, hessian))
+    assert not torch.equal(found, start)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_never_worse_than_auto_gptq_at_equal_settings(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    hessian = correlated_hessian(256, seed, spread=1.0)
-    weight = random_weight(96, 256, seed + 50)
-    theirs = solve_with_auto_gptq(weight, hessian, 64, torch.cuda.synchronize)
-    # Scales in FP32, as there; absmax/7.5 is its 2·max/15.
-    scales = weight.unflatten(1, (-1, 64)).abs().amax(dim=-1) / 7.5
-    ours = gptq_int4(weight, hessian, scales, 64)
-    lost = weight.double() - theirs.double()
-    error = float((lost @ hessian @ lost.T).trace() / (weight.double() @ hessian @ weight.double().T).trace())
-    assert ours.weighted_error <= error * (1 + 1e-3)
+def test_more_sweeps_lose_less_and_none_loses_more_than_gptq() -> None:
+    hessian = correlated_hessian(128, seed=22, spread=1.5)
+    weight = random_weight(32, 128, seed=23)
+    scales = weighted_scales(weight, hessian)
+    errors = [
+        gptq_int4(weight, hessian, scales, GROUP, GptqSettings(sweeps=sweeps)).weighted_error for sweeps in (0, 1, 4)
+    ]
+    assert errors[2] < errors[1] < errors[0]
+
+
+def test_a_group_of_scale_zero_stays_zero_in_a_sweep() -> None:
+    hessian = correlated_hessian(64, seed=24)
+    weight = random_weight(8, 64, seed=25)
+    weight[:, :GROUP] = 0
+    scales = weighted_scales(weight, hessian)
+    start = rtn_int4(weight, scales, GROUP)
+    found = refine_codes(weight, start, scales, GROUP, hessian.float(), sweeps=2, block_size=128)
+    assert (found[:, :GROUP] == 8).all() and bool(found.max() <= 15)
