@@ -3,10 +3,11 @@
 
     python benchmarks/gptq_against_auto_gptq.py MODEL --label smollm2 --calibration-text wiki.valid.tokens
 
-`ours` is as conversions run it, `ours_unswept` without its sweeps of coordinate descent. All get the same weights, the same Hessian (FP32, of the checkpoint's own activations), scales of absmax/7.5, damping
-0.01, act-order and static groups. Scales stay in FP32, as auto-gptq keeps them while it solves. The error is
-tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), in FP64. One JSON line a linear layer goes to
-benchmarks/results/gptq-against-auto-gptq.jsonl; a summary is printed. Needs the extra `auto-gptq`.
+`ours` is as conversions run it, `ours_unswept` without its sweeps of coordinate descent. All get the same weights, the
+same Hessian (FP32, of the checkpoint's own activations), scales of absmax/7.5, damping 0.01, act-order and static
+groups. Scales stay in FP32, as auto-gptq keeps them while it solves. The error is tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ),
+in FP64. One JSON line a linear layer goes to benchmarks/results/gptq-against-auto-gptq.jsonl; a summary is printed.
+Needs the extra `auto-gptq`.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def main(
     }  # fmt: skip
     lines: list[dict[str, Any]] = []
     with open_source(model) as source, torch.inference_mode(), out.open("a", encoding="utf-8") as file:
-        ids = calibration_windows(source, CalibrationRecipe(text=calibration_text, windows=windows, window_tokens=window_tokens)).ids
+        ids = calibration_windows(
+            source, CalibrationRecipe(text=calibration_text, windows=windows, window_tokens=window_tokens)
+        ).ids
         for layer, module, weight, hessian in hessians(source, ids, torch.device(device)):
             rows = compare(weight, hessian, group_size)
             seconds = dict(zip(("auto_gptq_s", "ours_s"), rows.pop("seconds").tolist(), strict=True))

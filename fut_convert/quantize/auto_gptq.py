@@ -95,7 +95,7 @@ def auto_gptq_int4(
     while damping is not None:
         try:
             decoded, steps = solve(weight, hessian, group_size, settings, damping)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             raised = min(MOST_DAMPING, max(damping, 1e-4) * DAMPING_STEP)
             damping = raised if damping < MOST_DAMPING else None
             continue

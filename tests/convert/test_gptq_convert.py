@@ -13,7 +13,8 @@ from torch import Tensor
 from fut_convert import convert, plan_conversion
 from fut_convert.calibration import Calibration, SixteenBitProjection, calibration_layer
 from fut_convert.checkpoint_model import module_bias, module_gain, module_weight
-from fut_convert.errors import ConvertError, RecipeError
+from fut_convert.errors import ConvertError, PreflightError, RecipeError
+from fut_convert.quantize.auto_gptq import auto_gptq_int4, auto_gptq_problem
 from fut_convert.recipe import load_recipe
 from fut_convert.sequential import SequentialCalibration
 from fut_convert.sources import open_source
@@ -168,6 +169,10 @@ def test_hessians_are_sums_of_outer_products(odd_checkpoint: Make) -> None:
         ({"weights": ["e4m3"], "head": "int4"}, "add int4 to weights"),
         ({"gptq.damping": 1.5}, "at least 0 and at most 1"),
         ({"int4.method": "gptk"}, "did you mean gptq"),
+        ({"gptq.solver": "autogptq"}, "did you mean auto-gptq"),
+        ({"gptq.solver": "auto-gptq", "int4.method": "rtn"}, "choose gptq"),
+        ({"gptq.solver": "auto-gptq", "int4.scale_method": "weighted_search"}, "chooses its own scales, 2·max/15"),
+        ({"gptq.sweeps": -1}, "a whole number of at least 0"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], message: str) -> None:
@@ -192,3 +197,36 @@ def test_the_plan_counts_the_solvers_memory(tiny_checkpoint: Make, tmp_path: Pat
     checkpoint = str(tiny_checkpoint())
     plain, gptq = (plan_conversion(checkpoint, tmp_path / "out", overrides=o).memory_bytes for o in (QUICK, GPTQ))
     assert gptq > plain
+
+
+@pytest.mark.skipif(auto_gptq_problem() is not None, reason=str(auto_gptq_problem()))
+def test_an_artifact_can_carry_the_codes_of_auto_gptq(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    options = {**GPTQ, "gptq.solver": "auto-gptq", "int4.scale_dtype": "float16", "head": "int4"}
+    checkpoint = tiny_checkpoint(tied=False)
+    result = convert(str(checkpoint), tmp_path / "out", overrides=options)
+    artifact = Artifact.open(result.path, verify=True)
+    spec = artifact.manifest.weights["layers.0.qkv"]["int4"]
+    assert (spec.method, spec.scale_method) == ("gptq", "absmax_7.5")
+    assert artifact.manifest.recipe["gptq"]["solver"] == "auto-gptq" and artifact.manifest.tools["auto-gptq"] == "0.7.1"
+    # The first module is calibrated behind nothing quantized, so its codes can be had from the solver at once.
+    with open_source(str(checkpoint)) as source:
+        windows = result.plan.windows
+        assert windows is not None
+        embed, gain = source.load("model.embed_tokens.weight"), module_gain(source.load, 0, "qkv")
+        calibration = SequentialCalibration(source.spec, windows.ids, embed, CPU)
+        weight = module_weight(source.load, 0, "qkv").float()
+        hessian = calibration.head_hessian(gain)
+        scales, expected = auto_gptq_int4(weight, hessian, spec.group_size or 0, scale_dtype=torch.float16)
+    codes, stored = artifact.codes_and_scales("layers.0.qkv")
+    assert torch.equal(codes, expected.codes) and torch.equal(stored, scales)
+    assert result.gptq["layers.0.qkv"]["weighted_error"] == expected.weighted_error
+    assert "head" in result.gptq
+
+
+def test_the_plan_refuses_a_solver_that_is_not_installed(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fut_convert.plan.auto_gptq_problem", lambda: "install the extra auto-gptq")
+    with pytest.raises(PreflightError, match="install the extra auto-gptq"):
+        convert(str(tiny_checkpoint()), tmp_path / "out", overrides={**GPTQ, "gptq.solver": "auto-gptq"})
+    assert not (tmp_path / "out").exists()
