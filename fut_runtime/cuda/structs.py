@@ -1,0 +1,206 @@
+"""The structures of csrc/fut.h for ctypes. Pointers are integers: device addresses, or host addresses of arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+#: What this module was written against: `FUT_ABI_VERSION` of the header.
+ABI_VERSION = 1
+#: `FUT_PAGE_TOKENS`: tokens of one request that a page of the cache holds.
+PAGE_TOKENS = 64
+
+
+class Status(IntEnum):
+    """`fut_status`."""
+
+    OK = 0
+    INVALID = 1
+    CUDA = 2
+
+
+class Format(IntEnum):
+    """`fut_format`: how a matrix is stored."""
+
+    INT4 = 0
+    E4M3 = 1
+    BF16 = 2
+
+
+class RowOrder(IntEnum):
+    """`fut_row_order`: how gate and up rows are interleaved."""
+
+    NATURAL = 0
+    INTERLEAVE1 = 1
+    INTERLEAVE8 = 8
+
+
+class Epilogue(IntEnum):
+    """`fut_epilogue`: what `fut_project` does with a product."""
+
+    STORE = 0
+    RESIDUAL = 1
+    SWIGLU = 2
+
+
+class Matrix(Structure):
+    """`fut_matrix`."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("gain", c_void_p),
+        ("format", c_int32),
+        ("row_order", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("stored_rows", c_int32),
+        ("stored_cols", c_int32),
+        ("group_size", c_int32),
+        ("scale_is_fp16", c_int32),
+    )
+
+
+class Layer(Structure):
+    """`fut_layer`."""
+
+    _fields_ = (
+        ("qkv", Matrix),
+        ("o", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+    )
+
+
+class KVCache(Structure):
+    """`fut_kv_cache`."""
+
+    _fields_ = (
+        ("pool", c_void_p),
+        ("pages", c_int64),
+        ("layers", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("bits", c_int32),
+        ("rotation", c_int32),
+        ("zero_point", c_int32),
+    )
+
+
+class Rows(Structure):
+    """`fut_rows`."""
+
+    _fields_ = (
+        ("token", c_void_p),
+        ("position", c_void_p),
+        ("slot", c_void_p),
+        ("page_table", c_void_p),
+        ("table_width", c_int32),
+        ("rows", c_int32),
+    )
+
+
+class AttentionShape(Structure):
+    """`fut_attention_shape`."""
+
+    _fields_ = (
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("max_context", c_int32),
+        ("rms_norm_eps", c_float),
+        ("rope_cos", c_void_p),
+        ("rope_sin", c_void_p),
+    )
+
+
+class Sampling(Structure):
+    """`fut_sampling`."""
+
+    _fields_ = (
+        ("uniform", c_double),
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("top_k", c_int32),
+    )
+
+
+class DecoderConfig(Structure):
+    """`fut_decoder_config`."""
+
+    _fields_ = (
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("layers", c_int32),
+        ("vocab", c_int32),
+        ("attention", AttentionShape),
+        ("cache", KVCache),
+        ("embed", c_void_p),
+        ("layer", POINTER(Layer)),
+        ("head", Matrix),
+        ("max_rows", c_int32),
+        ("max_slots", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
+class Step(Structure):
+    """`fut_step`."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("chunked", c_int32),
+        ("token", POINTER(c_int32)),
+        ("position", POINTER(c_int32)),
+        ("slot", POINTER(c_int32)),
+        ("head_rows", c_int32),
+        ("head_row", POINTER(c_int32)),
+        ("sampling", POINTER(Sampling)),
+    )
+
+
+#: Structures by their names in the header.
+STRUCTS: dict[str, type[Structure]] = {
+    "fut_matrix": Matrix,
+    "fut_layer": Layer,
+    "fut_kv_cache": KVCache,
+    "fut_rows": Rows,
+    "fut_attention_shape": AttentionShape,
+    "fut_sampling": Sampling,
+    "fut_decoder_config": DecoderConfig,
+    "fut_step": Step,
+}
+
+#: Functions that return a status, by their names in the header: types of their arguments.
+STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
+    "fut_decoder_create": (POINTER(DecoderConfig), POINTER(c_void_p)),
+    "fut_decoder_set_pages": (c_void_p, c_int32, c_int32, POINTER(c_int32), c_int32, c_void_p),
+    "fut_decoder_step": (c_void_p, POINTER(Step), c_void_p),
+    "fut_decoder_tokens": (c_void_p, POINTER(c_int32), c_int32, c_void_p),
+    "fut_project": (
+        *(POINTER(Matrix), c_void_p, c_void_p, c_int32, c_int32, c_float),
+        *(c_void_p, c_int64, c_void_p),
+    ),
+    "fut_attention": (
+        *(POINTER(AttentionShape), POINTER(KVCache), c_int32, POINTER(Rows), c_int32),
+        *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
+    ),
+    "fut_sample": (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p),
+}
+#: The others: type of the result, types of the arguments.
+PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "fut_last_error": (ctypes.c_char_p, ()),
+    "fut_abi_version": (c_int32, ()),
+    "fut_kv_block_bytes": (c_int64, (c_int32, c_int32)),
+    "fut_decoder_workspace_bytes": (c_int64, (POINTER(DecoderConfig),)),
+    "fut_decoder_destroy": (None, (c_void_p,)),
+    "fut_decoder_logits": (c_void_p, (c_void_p,)),
+    "fut_attention_workspace_bytes": (c_int64, (POINTER(AttentionShape), c_int32)),
+    "fut_sample_workspace_bytes": (c_int64, (c_int32, c_int32)),
+}
