@@ -48,8 +48,8 @@ def calibration_windows(source: Source, recipe: CalibrationRecipe) -> Calibratio
         ConvertError: no tokenizer, an unreadable text, fewer than two tokens, or ids beyond the vocabulary.
     """
     text = open_calibration_text(recipe)
-    tokenizer = _tokenizer(source)
-    ids = _first_tokens(tokenizer, text.read, recipe.windows * recipe.window_tokens)
+    tokenizer = checkpoint_tokenizer(source)
+    ids = first_tokens(tokenizer, text.read, recipe.windows * recipe.window_tokens)
     if len(ids) < 2:
         raise ConvertError(f"calibration text {text.name} has {len(ids)} tokens; give a longer one")
     if max(ids) >= source.spec.vocab_size:
@@ -71,7 +71,7 @@ def tokenizer_warnings(source: Source) -> list[str]:
     if not any(name == TOKENIZER_FILE for name, _ in source.side_files()):
         return []
     try:
-        tokenizer = _tokenizer(source)
+        tokenizer = checkpoint_tokenizer(source)
     except ConvertError as error:
         return [f"{error}: the artifact will not encode text"]
     last = max(tokenizer.raw.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -83,7 +83,7 @@ def tokenizer_warnings(source: Source) -> list[str]:
     ]
 
 
-def _first_tokens(tokenizer: Tokenizer, read: Callable[[int], str], wanted: int) -> list[int]:
+def first_tokens(tokenizer: Tokenizer, read: Callable[[int], str], wanted: int) -> list[int]:
     """Up to `wanted` token ids from the beginning of a text, reading and tokenizing little more of it than they take.
 
     Args:
@@ -99,12 +99,12 @@ def _first_tokens(tokenizer: Tokenizer, read: Callable[[int], str], wanted: int)
         characters *= 2
 
 
-def _tokenizer(source: Source) -> Tokenizer:
+def checkpoint_tokenizer(source: Source) -> Tokenizer:
     files = {name: content for name, content in source.side_files() if name in (TOKENIZER_FILE, *_CONFIG_FILES)}
     if TOKENIZER_FILE not in files:
         raise ConvertError(
-            f"the checkpoint has no {TOKENIZER_FILE}, so a calibration text cannot be tokenized; "
-            "add it, or convert with --no-calibration"
+            f"the checkpoint has no {TOKENIZER_FILE}, so a text cannot be tokenized; "
+            "add it, or convert with --no-calibration and without --evaluate"
         )
     contents = {n: c if isinstance(c, bytes) else c.read_bytes() for n, c in files.items()}
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -84,11 +86,20 @@ def layer_from_checkpoint(
     spec: ModelSpec, load: Load, layer: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LayerWeights:
     """One layer with the checkpoint's weights in `dtype` and the gains applied at run time."""
+    lazy = lazy_layer_from_checkpoint(spec, load, layer, device=device)
+    held = {m: replace(p, weight=p.matrix().to(dtype)) for m, p in lazy.projections.items()}
+    return replace(lazy, projections=held)
+
+
+def lazy_layer_from_checkpoint(
+    spec: ModelSpec, load: Load, layer: int, *, device: torch.device | str = "cpu"
+) -> LayerWeights:
+    """The same with each matrix read when it is used, in the checkpoint's dtype, and dropped again."""
     projections: dict[str, Projection] = {}
     for module in MODULE_PROJECTIONS:
         gain = module_gain(load, layer, module)
         projections[module] = Projection(
-            weight=module_weight(load, layer, module).to(device=device, dtype=dtype),
+            weight=partial(_matrix_on, device, load, layer, module),
             gain=None if gain is None else gain.to(device),
             bias=module_bias(load, layer, module).to(device) if spec.module_bias(module) else None,
         )
@@ -96,6 +107,10 @@ def layer_from_checkpoint(
     if spec.qk_norm:
         norms = [load(f"model.layers.{layer}.self_attn.{n}_norm.weight").float().to(device) for n in ("q", "k")]
     return LayerWeights(projections, q_norm=norms[0], k_norm=norms[1])
+
+
+def _matrix_on(device: torch.device | str, load: Load, layer: int, module: str) -> Tensor:
+    return module_weight(load, layer, module).to(device)
 
 
 def model_from_checkpoint(

@@ -66,6 +66,14 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
 @click.option("--no-calibration", is_flag=True, help="Skip it: conservative activation scales, unweighted search.")
 @click.option("--margin", type=float, metavar="X", help="Activation scale: X times the largest value seen, over 448.")
 @click.option("--max-shard-gb", type=float, metavar="GB", help="Largest file.")
+@click.option("--report/--no-report", default=True, help="Report on the artifact's quality in report.md; by default.")
+@click.option(
+    "--evaluate",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="UTF-8 text to measure checkpoint and artifact on, for the report.",
+)
+@click.option("--evaluate-windows", type=click.IntRange(1), metavar="N", help="Only the first N windows of it.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing artifact, once the new one is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew, where an interrupted run left layers that are done.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
@@ -73,7 +81,8 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
 @click.version_option(__version__, prog_name="fut-convert")
 def main(
     model: str, out: Path, recipe: str, revision: str | None, device: str, no_calibration: bool, overwrite: bool,
-    restart: bool, dry_run: bool, as_json: bool, **options: Any,
+    restart: bool, dry_run: bool, as_json: bool, report: bool, evaluate: Path | None, evaluate_windows: int | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Convert MODEL into an artifact OUT that fut-run executes.
 
@@ -87,6 +96,7 @@ def main(
     Examples:
       fut-convert meta-llama/Llama-3.1-8B out/ --device cuda
       fut-convert SmolLM2-135M-Instruct.Q4_1.gguf out/ --recipe demo
+      fut-convert ./checkpoint out/ --recipe gptq --evaluate wiki.test.raw --evaluate-windows 16
       fut-convert ./checkpoint out/ --dry-run
       fut-convert ./checkpoint out/ --no-calibration --scale-method absmax_7
 
@@ -100,9 +110,14 @@ def main(
         if idle:
             raise click.UsageError(f"--{idle[0].replace('_', '-')} says how to calibrate, --no-calibration not to")
         overrides["calibration.enabled"] = False
+    if evaluate is None and evaluate_windows is not None:
+        raise click.UsageError("--evaluate-windows says how much of a text to evaluate on: give it with --evaluate")
+    if evaluate is not None and not report:
+        raise click.UsageError("--evaluate measures for the report, --no-report leaves it out")
+    reporting = {"report": report, "evaluate": evaluate, "evaluate_windows": evaluate_windows}
     with reported_errors("interrupted; nothing was left behind"), terminable():
         try:
-            _run(model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json)
+            _run(model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json, reporting)
         except RecipeError as error:
             raise click.UsageError(str(error)) from error
 
@@ -121,7 +136,7 @@ def _say_what_is_kept(out: Path, error: BaseException) -> None:
 
 def _run(
     model: str, out: Path, recipe: str, overrides: dict[str, Any], revision: str | None, device: str, overwrite: bool,
-    restart: bool, dry_run: bool, as_json: bool,
+    restart: bool, dry_run: bool, as_json: bool, reporting: dict[str, Any],
 ) -> None:  # fmt: skip
     # Imported here: PyTorch takes seconds to load, and --help should not.
     from fut_convert.pipeline import convert, plan_conversion
@@ -129,7 +144,14 @@ def _run(
 
     if dry_run:
         plan = plan_conversion(
-            model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite
+            model,
+            out,
+            recipe=recipe,
+            overrides=overrides,
+            revision=revision,
+            device=device,
+            overwrite=overwrite,
+            **reporting,
         )
         if as_json:
             click.echo(json.dumps(plan.to_dict()))
@@ -142,6 +164,7 @@ def _run(
             result = convert(
                 model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite,
                 restart=restart, progress=display.progress, on_plan=display.show_plan, on_resume=display.show_resume,
+                **reporting,
             )  # fmt: skip
         except BaseException as error:
             if display.started:

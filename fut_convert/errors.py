@@ -25,5 +25,23 @@ class RecipeError(ConvertError):
     """A recipe or an option is unknown, of the wrong type, or contradicts another."""
 
 
+class ReportError(ConvertError):
+    """The artifact is whole, but what was to be measured on it could not be."""
+
+
+class ReportInterrupted(KeyboardInterrupt):
+    """An interrupt while the report was made, when the artifact is whole already.
+
+    Attributes:
+        message: says so.
+        exit_code: as of the interrupt itself.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.exit_code = exit_code
+
+
 class PreflightError(ConvertError):
     """The plan shows that the conversion cannot succeed: problems in the checkpoint, too little disk or memory."""

@@ -16,6 +16,8 @@ from fut_convert.sources import Source
 from fut_convert.workers import worker_count
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.spec import MODULES
+from fut_runtime.evaluate.perplexity import LOGIT_ROWS
+from fut_runtime.evaluate.streamed import windows_at_once as windows_at_once_streamed
 
 #: Interpreter, PyTorch and the other libraries; CUDA's libraries and context come on top.
 _PROCESS_BYTES = 300_000_000
@@ -30,14 +32,28 @@ _WIDE_COPIES = 5
 #: While GPTQ works on a module: bytes an entry of its Hessian takes (FP64 factors), and bytes a weight takes.
 _HESSIAN_BYTES = 48
 _SOLVER_BYTES = 20
+#: Bytes a weight takes while a matrix is read or dequantised to run it, and copies of logits while they are scored.
+_MATRIX_BYTES = 14
+_LOGIT_COPIES = 5
+#: The library that draws the report's plots.
+_PLOT_BYTES = 60_000_000
 #: The solver's libraries, and the rows whose error it sums in FP64.
 _SOLVER_FIXED_BYTES = 150_000_000
 
 
 def estimate_host_bytes(
-    source: Source, manifest: Manifest, windows: CalibrationWindows | None, device: torch.device
+    source: Source,
+    manifest: Manifest,
+    windows: CalibrationWindows | None,
+    device: torch.device,
+    *,
+    depth: CalibrationWindows | None = None,
+    evaluation: CalibrationWindows | None = None,
 ) -> int:
-    """Peak of the process's memory: blocks of rows, and with calibration the embedding or a layer with its states."""
+    """Peak of the process's memory: blocks of rows, and with calibration the embedding or a layer with its states.
+
+    `depth` and `evaluation` are what the report measures on afterwards, when all that is given back.
+    """
     model = manifest.model
     weights = {m: model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES}
     block = min(block_weights(device), max(weights.values()))
@@ -46,8 +62,9 @@ def estimate_host_bytes(
     fixed = _PROCESS_BYTES + workers * (_WORKER_BYTES + (_CPU_BLOCK_BYTES if on_cpu else _GPU_BLOCK_BYTES) * block)
     if not on_cpu:
         fixed += _CUDA_BYTES
+    reported = _report_bytes(source, manifest, device, depth, evaluation)
     if windows is None:
-        return fixed
+        return fixed + reported
     element = 2 if source.dtype in ("BF16", "F16") else 4
     # A stacked module exists in parts and as a whole while it is put together.
     layer = element * (sum(weights.values()) + max(weights.values()))
@@ -65,7 +82,36 @@ def estimate_host_bytes(
             layer += 3 * sum(weights.values())
         layer += max(wide, solver)
     embedding = element * model.vocab_size * model.hidden_size
-    return fixed + max(layer, embedding)
+    return fixed + max(layer, embedding, reported)
+
+
+def _report_bytes(
+    source: Source,
+    manifest: Manifest,
+    device: torch.device,
+    depth: CalibrationWindows | None,
+    evaluation: CalibrationWindows | None,
+) -> int:
+    """What running single layers of the checkpoint and of the artifact takes, for the depth and for the accuracy."""
+    if depth is None and evaluation is None:
+        return 0
+    model = manifest.model
+    matrix = max(model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES)
+    embedding = model.vocab_size * model.hidden_size
+    element = 2 if source.dtype in ("BF16", "F16") else 4
+    if device.type != "cpu":
+        return _PLOT_BYTES + 2 * element * max(matrix, embedding)
+    widest, states = 0, 0
+    if depth is not None:
+        widest = 2 * depth.tokens
+        states = 4 * 4 * depth.tokens * model.hidden_size
+    if evaluation is not None:
+        count, tokens = evaluation.ids.shape
+        widest = max(widest, tokens * min(count, windows_at_once_streamed(model, tokens, device)))
+        states = max(states, 2 * 4 * evaluation.tokens * model.hidden_size + 8 * embedding)
+        states += _LOGIT_COPIES * 4 * LOGIT_ROWS * model.vocab_size
+    wide = _WIDE_COPIES * 4 * widest * 2 * model.intermediate_size
+    return _PLOT_BYTES + _MATRIX_BYTES * matrix + max(element * embedding, wide + states)
 
 
 def _solver_bytes(manifest: Manifest) -> int:

@@ -29,13 +29,18 @@ from fut_convert.memory import peak_host_bytes
 from fut_convert.plan import LOG_FILE, Plan, make_plan
 from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
 from fut_convert.recipe import Recipe, load_recipe, uses_gptq
+from fut_convert.report.measure import Measurements, finishing, measure
+from fut_convert.report.options import ReportOptions
+from fut_convert.report.write import write_report
 from fut_convert.result import ConversionResult
 from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace, conversion_inputs
 from fut_convert.sources import Source, open_source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM, HEAD
 from fut_convert.steps import StepClock
 from fut_convert.workers import Workers, worker_count
+from fut_runtime.artifact.paths import REPORT_FILE
 from fut_runtime.artifact.progress import Progress as SavedProgress
+from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.writer import ArtifactWriter
 from fut_runtime.reference.rotation import sylvester_hadamard
@@ -44,7 +49,8 @@ DEFAULT_RECIPE = "rtn"
 #: Numbers of the embedding that are copied at once.
 _TILE = 1 << 20
 
-#: Called as progress(done, total, what): units of work finished, of how many, and what comes next.
+#: Called as progress(done, total, what): units of work finished, of how many, and what comes next. What the report
+#: measures after the sealing is counted anew.
 Progress = Callable[[int, int, str], None]
 
 
@@ -58,11 +64,15 @@ def plan_conversion(
     token: str | None = None,
     device: str | torch.device = "cpu",
     overwrite: bool = False,
+    report: bool = True,
+    evaluate: str | Path | None = None,
+    evaluate_windows: int | None = None,
 ) -> Plan:
     """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`."""
     resolved = load_recipe(recipe, overrides)
+    options = _report_options(report, evaluate, evaluate_windows)
     with open_source(model, revision=revision, token=token) as source:
-        return make_plan(source, resolved, Path(out), _device(device), overwrite=overwrite)
+        return make_plan(source, resolved, Path(out), _device(device), overwrite=overwrite, report=options)
 
 
 def convert(
@@ -76,6 +86,9 @@ def convert(
     device: str | torch.device = "cpu",
     overwrite: bool = False,
     restart: bool = False,
+    report: bool = True,
+    evaluate: str | Path | None = None,
+    evaluate_windows: int | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     on_resume: Callable[[int, int], None] | None = None,
@@ -93,23 +106,26 @@ def convert(
         overwrite: replace an existing artifact, once the new one is whole.
         restart: begin anew where an interrupted conversion left layers that are done; without it this one goes on from
             there, provided that it is the same conversion.
+        report: write `report.md`, `report.json` and plots beside the artifact's sealed files.
+        evaluate: UTF-8 text whose perplexity, with the checkpoint and with the artifact, goes into the report.
+        evaluate_windows: score only so many windows of it, the first.
         progress, on_plan: callbacks.
         on_resume: called as on_resume(layers done, layers) where it goes on from an interrupted conversion.
 
     Raises:
+        ReportError: something could not be measured for the report; the artifact is whole.
         ConvertError: the model, the recipe or the plan forbids it; ArtifactError: the artifact cannot be written.
     """
     device = _device(device)
     resolved = load_recipe(recipe, overrides)
-    clock = StepClock(device)
-    with open_source(model, revision=revision, token=token) as source:
+    options = _report_options(report, evaluate, evaluate_windows)
+    progress = progress or (lambda *_: None)
+    with StepClock(device) as clock, open_source(model, revision=revision, token=token) as source:
         with clock("plan"):
-            plan = make_plan(source, resolved, Path(out), device, overwrite=overwrite)
+            plan = make_plan(source, resolved, Path(out), device, overwrite=overwrite, report=options)
         if on_plan is not None:
             on_plan(plan)
         plan.require_feasible()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
         shard_bytes = int(resolved.max_shard_gb * 1e9)
         inputs = conversion_inputs(source, plan.manifest, device)
         with ArtifactWriter(
@@ -118,7 +134,7 @@ def convert(
             if writer.resumed is not None and on_resume is not None:
                 on_resume(writer.resumed.state[LAYERS_DONE], plan.manifest.model.num_layers)
             with Workers(worker_count(device)) as workers:
-                conversion = _Conversion(source, plan, writer, workers, device, clock, progress or (lambda *_: None))
+                conversion = _Conversion(source, plan, writer, workers, device, clock, progress)
                 try:
                     conversion.run()
                 except ConvertError:
@@ -129,19 +145,32 @@ def convert(
                 for name, content in plan.side_files:
                     writer.copy_side_file(content, name)
                 path = writer.seal()
-            result = ConversionResult(
-                path=path,
-                plan=plan,
-                seconds=clock.elapsed,
-                step_seconds=clock.seconds,
-                peak_memory_bytes=peak_host_bytes(),
-                peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-                module_error=conversion.module_error,
-                gptq=conversion.outcomes,
-                resumed_layers=None if writer.resumed is None else writer.resumed.state[LAYERS_DONE],
-            )
-            log = {**result.to_dict(), "path": path.name}
-            writer.write_log(LOG_FILE, json.dumps(log, indent=2) + "\n")
+            module_error, outcomes = conversion.module_error, conversion.outcomes
+            # What the layers left in memory is not needed any more, and running them again takes some.
+            del conversion
+            with finishing(path):
+                measurements = Measurements()
+                if report:
+                    measurements = measure(source, plan, Artifact.open(path), device, clock, progress)
+                result = ConversionResult(
+                    path=path,
+                    plan=plan,
+                    seconds=clock.elapsed,
+                    step_seconds=clock.seconds,
+                    peak_memory_bytes=peak_host_bytes(),
+                    peak_device_bytes=clock.device_peak,
+                    module_error=module_error,
+                    gptq=outcomes,
+                    resumed_layers=None if writer.resumed is None else writer.resumed.state[LAYERS_DONE],
+                    step_peak_bytes=clock.peak_bytes,
+                    step_peak_device_bytes=clock.peak_device_bytes,
+                    measurements=measurements,
+                    report=path / REPORT_FILE if report else None,
+                )
+                if report:
+                    write_report(writer, result)
+                log = {**result.to_dict(), "path": path.name}
+                writer.write_log(LOG_FILE, json.dumps(log, indent=2) + "\n")
     return result
 
 
@@ -349,6 +378,14 @@ class _Conversion:
             with self.clock("gptq"):
                 chosen = self.gptq.head(rows(0, self.model.vocab_size), gain)
         self._module("head", rows, gain, moment, chosen)
+
+
+def _report_options(report: bool, evaluate: str | Path | None, windows: int | None) -> ReportOptions:
+    if evaluate is None and windows is None:
+        return ReportOptions(report)
+    if evaluate is None or not report:
+        raise ConvertError("evaluate_windows needs a text to evaluate on, and evaluating needs a report to stand in")
+    return ReportOptions(report, Path(evaluate), windows)
 
 
 def _device(device: str | torch.device) -> torch.device:

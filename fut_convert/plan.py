@@ -11,14 +11,17 @@ import torch
 
 from fut_convert.calibration_text import CalibrationWindows, calibration_windows, tokenizer_warnings
 from fut_convert.errors import PreflightError
+from fut_convert.evaluation_text import evaluation_windows
 from fut_convert.manifest import build_manifest
 from fut_convert.memory import available_bytes, estimate_host_bytes
 from fut_convert.quantize.auto_gptq import auto_gptq_problem
 from fut_convert.recipe import AUTO, Recipe, uses_gptq
+from fut_convert.report.options import ReportOptions, depth_windows
+from fut_convert.report.wording import PLOTS
 from fut_convert.sources import SideFile, Source
 from fut_runtime.artifact.layout import TensorSpec, all_tensors
 from fut_runtime.artifact.manifest import Manifest
-from fut_runtime.artifact.paths import check_foreign_name
+from fut_runtime.artifact.paths import REPORT_DATA_FILE, REPORT_FILE, check_foreign_name
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.staging import check_outside, check_target
 from fut_runtime.errors import ArtifactError
@@ -29,6 +32,7 @@ LOG_FILE = "conversion_log.json"
 RECOMMENDED_CALIBRATION_TOKENS = 65_536
 #: Below this many most of what the statistics show is chance.
 LEAST_CALIBRATION_TOKENS = 8_192
+_DEFAULT_REPORT = ReportOptions()
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Plan:
         memory_bytes: estimated peak of the process's memory.
         available_memory_bytes: memory that is free now.
         warnings, errors: complete messages; any error forbids the conversion.
+        depth: windows to measure the error through the depth on, for the report.
+        evaluation: windows to measure the artifact's accuracy on, where a text was given.
     """
 
     manifest: Manifest
@@ -75,6 +81,8 @@ class Plan:
     windows: CalibrationWindows | None
     warnings: tuple[str, ...]
     errors: tuple[str, ...]
+    depth: CalibrationWindows | None = None
+    evaluation: CalibrationWindows | None = None
 
     def require_feasible(self) -> None:
         """Raise PreflightError with every reason why the conversion cannot succeed."""
@@ -91,6 +99,7 @@ class Plan:
             "recipe": self.recipe.to_dict(),
             "modules": [vars(row) for row in self.rows],
             "calibration": self.manifest.calibration,
+            "evaluation": None if self.evaluation is None else self.evaluation.record,
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
             "free_bytes": self.free_bytes,
@@ -102,11 +111,19 @@ class Plan:
         }
 
 
-def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *, overwrite: bool = False) -> Plan:
+def make_plan(
+    source: Source,
+    recipe: Recipe,
+    out: Path,
+    device: torch.device,
+    *,
+    overwrite: bool = False,
+    report: ReportOptions = _DEFAULT_REPORT,
+) -> Plan:
     """Plan a conversion, reading no weights.
 
     Raises:
-        ConvertError: the calibration text or the tokenizer cannot be read.
+        ConvertError: the calibration text, the evaluation text or the tokenizer cannot be read.
     """
     problems = source.check()
     errors = [p.message for p in problems if p.severity == "error"]
@@ -114,7 +131,10 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
     if uses_gptq(recipe) and recipe.gptq.solver == "auto-gptq" and (problem := auto_gptq_problem()):
         errors.append(problem)
     windows = calibration_windows(source, recipe.calibration) if recipe.calibration.enabled and not errors else None
-    if windows is None:
+    evaluation = None
+    if report.evaluate is not None and not errors:
+        evaluation = evaluation_windows(source, report.evaluate, report.evaluate_windows)
+    if windows is None and evaluation is None:
         warnings += tokenizer_warnings(source)
     side_files, renamed = _side_files(source)
     warnings += renamed
@@ -149,7 +169,8 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
             "free some space or choose another place"
         )
     errors += _target_problems(source, out, place, overwrite)
-    memory = estimate_host_bytes(source, manifest, windows, device)
+    depth = depth_windows(windows, evaluation) if report.enabled else None
+    memory = estimate_host_bytes(source, manifest, windows, device, depth=depth, evaluation=evaluation)
     available = available_bytes()
     if memory > available:
         warnings.append(
@@ -168,6 +189,8 @@ def make_plan(source: Source, recipe: Recipe, out: Path, device: torch.device, *
         windows=windows,
         warnings=tuple(warnings),
         errors=tuple(errors),
+        depth=depth,
+        evaluation=evaluation,
     )
 
 
@@ -178,7 +201,7 @@ def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:
     for name, content in source.side_files():
         try:
             check_foreign_name(name, name)
-            if name == LOG_FILE:
+            if name in (LOG_FILE, REPORT_FILE, REPORT_DATA_FILE) or name.startswith(f"{PLOTS}/"):
                 raise ArtifactError(f"{name}: the conversion writes a report of this name")
         except ArtifactError as error:
             left.append(f"not copied: {error}")

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fut_convert.plan import Plan
+from fut_convert.report.wording import percent, size
 from fut_convert.result import ConversionResult
 from fut_runtime.artifact.json_text import shown
 
@@ -37,10 +38,8 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
         f"input {size(plan.input_bytes)}, artifact {size(plan.output_bytes)} "
         f"({size(plan.free_bytes)} free in {out.parent})",
         f"memory about {size(plan.memory_bytes)} ({size(plan.available_memory_bytes)} free)",
-        "no calibration"
-        if calibration is None
-        else f"calibration: {calibration['windows']} windows of {calibration['window_tokens']} tokens, "
-        f"text {calibration['text']}",
+        "no calibration" if calibration is None else f"calibration: {_text(calibration)}",
+        *([] if plan.evaluation is None else [f"evaluation: {_text(plan.evaluation.record)}"]),
         f"side files: {', '.join(shown(name) for name, _ in plan.side_files) or 'none'}",
     ]
     for line in lines:
@@ -97,6 +96,14 @@ def print_result(result: ConversionResult) -> None:
             )
     if result.gptq:
         table.add_row("GPTQ", gptq_line(result.gptq))
+    for path in result.measurements.depth:
+        far = f"{percent(path.errors.end)} of the residual stream behind the last layer"
+        table.add_row(f"{path.protocol} error", f"{far}, {path.name}")
+    for row in result.measurements.accuracy:
+        name = row.name + (f", {row.cache} cache" if row.cache else "")
+        table.add_row(row.protocol or "checkpoint", f"perplexity {row.result.perplexity:.3f}, {name}")
+    if result.report is not None:
+        table.add_row("report", escape(_as_typed(result.report)))
     console.print(table)
 
 
@@ -157,12 +164,8 @@ class ConversionDisplay:
         self._bar.update(self._task, completed=done, total=total, description=what)
 
 
-def size(count: int) -> str:
-    """Bytes in decimal units."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}" if unit == "GB" else f"{count / factor:.1f} {unit}"
-    return f"{count} bytes"
+def _text(record: Mapping[str, Any]) -> str:
+    return f"{record['windows']} windows of {record['window_tokens']} tokens, text {shown(str(record['text']))}"
 
 
 def _identity(plan: Plan) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import click
 
 from fut_runtime.errors import FutError, is_out_of_memory
-from fut_runtime.termination import Terminated
 
 #: Exit code of a program that Ctrl-C ended, as shells report it.
 INTERRUPTED = 130
@@ -20,8 +19,8 @@ INTERRUPTED = 130
 def reported_errors(interrupted: str = "interrupted", out_of_memory: str = "out of memory") -> Iterator[None]:
     """Turn what goes wrong on purpose, in the file system or for want of memory into click's message and exit code 1.
 
-    An interrupt prints `interrupted`, or its own `message`, and exits with 130, or with the code of the signal that
-    ended the process.
+    An interrupt prints `interrupted`, or its own `message`, and exits with 130, or with its own `exit_code`: that of
+    the signal that ended the process.
     """
     try:
         yield
@@ -33,7 +32,7 @@ def reported_errors(interrupted: str = "interrupted", out_of_memory: str = "out 
         raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
     except KeyboardInterrupt as error:
         click.echo(getattr(error, "message", interrupted), err=True)
-        sys.exit(error.exit_code if isinstance(error, Terminated) else INTERRUPTED)
+        sys.exit(getattr(error, "exit_code", INTERRUPTED))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -7,7 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from fut_runtime.artifact.json_text import parse_object
+from fut_runtime.artifact.paths import REPORT_DATA_FILE, REPORT_FILE
 from fut_runtime.artifact.reader import Artifact
+from fut_runtime.artifact.seal import read_marker, read_small
+from fut_runtime.errors import ArtifactError
 
 #: Ends of the names of tensors that hold a matrix -> weight format.
 _FORMAT_OF_SUFFIX = {
@@ -112,6 +116,22 @@ def format_totals(artifact: Artifact) -> list[FormatTotal]:
     ]
 
 
+def report_of(artifact: Artifact) -> str | None:
+    """The conversion's report beside the sealed files, or None; says so where it is about another artifact.
+
+    The report is no part of the sealed set. That it belongs here it shows by the hash of the list of files.
+    """
+    if not (artifact.path / REPORT_FILE).is_file():
+        return None
+    try:
+        data = parse_object(read_small(artifact.path, REPORT_DATA_FILE), REPORT_DATA_FILE)
+    except ArtifactError:
+        return f"{REPORT_FILE} (its data, {REPORT_DATA_FILE}, cannot be read)"
+    if data.get("files_sha256") != read_marker(artifact.path):
+        return f"{REPORT_FILE} (of another artifact: it names other hashes)"
+    return REPORT_FILE
+
+
 def summary(artifact: Artifact) -> dict[str, Any]:
     """Everything `fut-artifact inspect --json` prints."""
     manifest = artifact.manifest
@@ -129,6 +149,7 @@ def summary(artifact: Artifact) -> dict[str, Any]:
         },
         "head": manifest.head,
         "side_files": sorted(manifest.side_files),
+        "report": report_of(artifact),
         "files": {name: {"bytes": f.size, "sha256": f.sha256} for name, f in sorted(artifact.files.items())},
         "total_bytes": sum(f.size for f in artifact.files.values()),
         "formats": [

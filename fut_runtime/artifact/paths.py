@@ -13,6 +13,9 @@ MARKER_FILE = "fut_sealed.json"
 INDEX_FILE = "model.safetensors.index.json"
 LOCK_FILE = ".fut_lock"
 PROGRESS_DIRECTORY = ".fut_progress"
+#: What the conversion reports about itself, outside the sealed set: a page, and its contents as data.
+REPORT_FILE = "report.md"
+REPORT_DATA_FILE = "report.json"
 
 _OWN_NAME = re.compile(r"fut_.*\.json|model.*\.safetensors(\.index\.json)?|\.fut_(lock|progress(/.*)?)", re.IGNORECASE)
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

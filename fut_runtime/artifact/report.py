@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from fut_runtime.artifact.inspect import format_totals, tensor_rows
+from fut_runtime.artifact.inspect import format_totals, report_of, tensor_rows
 from fut_runtime.artifact.json_text import shown
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.verify import VerifyReport
@@ -80,6 +80,7 @@ def print_summary(artifact: Artifact, *, every: bool) -> None:
         "head": f"{manifest.head}" + (", tied to the embedding" if "head" not in manifest.weights else ""),
         "activations": "calibrated" if manifest.activation.calibrated else "conservative initial scales",
         "side files": ", ".join(sorted(manifest.side_files)) or "none",
+        "report": report_of(artifact) or "none",
     }
     for key, value in lines.items():
         console.print(f"[bold]{key:<12}[/bold] {escape(value)}", soft_wrap=True, highlight=False)

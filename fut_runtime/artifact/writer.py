@@ -229,8 +229,8 @@ class ArtifactWriter:
                 source = inside(root, relative_name if named else source.name).read_bytes()
         self._write_sealed(relative_name, source)
 
-    def write_log(self, name: str, text: str) -> None:
-        """Write a file outside the sealed set (timings, reports), also after sealing.
+    def write_log(self, name: str, content: str | bytes) -> None:
+        """Write a file outside the sealed set (timings, reports and their plots), also after sealing.
 
         Raises:
             ArtifactError: unsafe name or a name of the sealed set, or the disk refuses.
@@ -238,7 +238,7 @@ class ArtifactWriter:
         check_foreign_name(name, str(self._base))
         if name in self._side_names:
             raise ArtifactError(f"{self._base}: log {name!r} has the name of a side file")
-        write_file(self._base / name, text.encode())
+        write_file(self._base / name, content.encode() if isinstance(content, str) else content)
 
     def seal(self) -> Path:
         """Finish the artifact: hashes, marker, name. Returns OUT.

@@ -29,8 +29,11 @@ class Projection:
 
     def accumulate(self, x: Tensor) -> Tensor:
         """Accumulator of x [tokens, in] times the weights, before any scale: [tokens, out] in x's dtype."""
-        weight = self.weight if isinstance(self.weight, Tensor) else self.weight()
-        return x @ weight.to(x.dtype).T
+        return x @ self.matrix().to(x.dtype).T
+
+    def matrix(self) -> Tensor:
+        """The weight [out, in], made where it is not held."""
+        return self.weight if isinstance(self.weight, Tensor) else self.weight()
 
     def finish(self, accumulator: Tensor, factor: Tensor | None = None) -> Tensor:
         """Apply a row or scalar factor and the channel scale, then add the bias: the order of every epilogue."""

@@ -150,7 +150,7 @@ def test_the_result_reports_sizes_times_memory_and_errors(tiny_checkpoint: Make,
     stored = sum(p.stat().st_size for p in out.glob("*.safetensors"))
     assert abs(stored - result.plan.output_bytes) < 0.1 * stored
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1]
-    assert set(result.step_seconds) == {"plan", "read", "calibrate", "quantize", "write", "save", "seal"}
+    assert set(result.step_seconds) == {"plan", "read", "calibrate", "quantize", "write", "save", "seal", "report"}
     assert len(result.module_error) == 2 * 4 * 2 + 1
     assert 0.005 < result.module_error["layers.0.qkv.e4m3"] < 0.05
     assert 0.01 < result.module_error["layers.1.down.int4"] < 0.12

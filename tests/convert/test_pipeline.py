@@ -308,8 +308,10 @@ def test_progress_counts_to_the_end(tiny_checkpoint: Make, tmp_path: Path) -> No
         str(tiny_checkpoint(layers=3)), tmp_path / "out", overrides=QUICK, on_plan=plans.append,
         progress=lambda *step: seen.append(step),
     )  # fmt: skip
-    assert [s[0] for s in seen] == list(range(6)) and {s[1] for s in seen} == {5}
-    assert seen[1][2] == "layer 1 of 3" and seen[-1][2] == "sealing"
+    converted, measured = seen[:6], seen[6:]
+    assert [s[0] for s in converted] == list(range(6)) and {s[1] for s in converted} == {5}
+    assert converted[1][2] == "layer 1 of 3" and converted[-1][2] == "sealing"
+    assert [s[:2] for s in measured] == [(1, 3), (2, 3), (3, 3)] and measured[0][2] == "measuring layer 1 of 3"
     assert plans == [result.plan]
 
 
