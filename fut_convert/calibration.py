@@ -19,7 +19,7 @@ from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.reference.layer import Attend, LayerWeights, Sixteen, run_layer
 from fut_runtime.reference.numerics import EXACT, row_factor
 from fut_runtime.reference.projection import Projection
-from fut_runtime.reference.rope import rope_tables
+from fut_runtime.rope import rope_tables
 
 #: Bytes of the widest intermediate (gate and up, FP32) of the windows that run together.
 _BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}

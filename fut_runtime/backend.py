@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fut_runtime.errors import UnsupportedError
@@ -39,6 +39,7 @@ class Backend(Protocol):
         """Reserve a KV cache for `capacity_tokens` tokens and return its handle.
 
         Raises:
+            CacheFullError: other requests hold the memory; it can be opened once some of them are closed.
             FutError: the capacity exceeds `max_context_tokens`, or memory is short.
         """
         ...
@@ -70,6 +71,36 @@ class Backend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How a token is to be chosen from a row of logits: filters as in `SamplingParams`, and a number in [0, 1).
+
+    Temperature 0 takes the most probable token, of equals the one with the lowest id.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    uniform: float = 0.0
+
+
+@runtime_checkable
+class DrawsTokens(Protocol):
+    """A backend that chooses tokens where the logits are, so that a step need not hand them over."""
+
+    def decode_and_draw(
+        self, tokens: Sequence[tuple[int, int]], draws: Sequence[Draw | None]
+    ) -> tuple[Sequence[int | None], Tensor]:
+        """`decode`, and the choice of the next token of every request that has a draw.
+
+        Returns:
+            The chosen tokens, and float32 [len(tokens), V], the logits, good until the next call. A token is None where
+            there is no draw, where the logits are not finite, or where the backend leaves the choice to the caller.
+        """
+        ...
+
+
 @runtime_checkable
 class ReportsActivations(Protocol):
     """A backend that exposes the E4M3 activation scales it uses and how often a conversion saturated."""
@@ -92,8 +123,10 @@ class BackendStatus:
     detail: str
 
 
+_LOG = logging.getLogger(__name__)
+
 #: Backends in order of preference. Each module has `load(artifact, *, device=…, **options) -> Backend`.
-_MODULES = {"cuda": "fut_runtime.cuda.backend", "reference": "fut_runtime.reference.backend"}
+_MODULES = {"cuda": "fut_runtime.cuda.load", "reference": "fut_runtime.reference.backend"}
 BACKENDS: tuple[str, ...] = tuple(_MODULES)
 
 
@@ -107,7 +140,8 @@ def load_backend(artifact: Artifact, name: str = "auto", *, device: str | None =
 
     Args:
         artifact: an open artifact.
-        name: `auto` (the first that works here), `cuda` or `reference`.
+        name: `cuda`, `reference`, or `auto`: the first that works here, on that device and with those options. Where
+            another than the first that works here is taken, a warning says why.
         device: torch device; None lets the backend's status decide (a CUDA card where there is one).
         **options: modes that the backend understands; None leaves the choice to the backend.
 
@@ -115,17 +149,26 @@ def load_backend(artifact: Artifact, name: str = "auto", *, device: str | None =
         UnsupportedError: no such backend or device, or it does not work here; the message says why.
     """
     statuses = {status.name: status for status in available_backends()}
-    if name == "auto":
-        name = next((s.name for s in statuses.values() if s.available), "reference")
-    if name not in statuses:
+    if name != "auto" and name not in statuses:
         raise UnsupportedError(f"backend is {name!r}, expected auto, {' or '.join(statuses)}")
-    if not statuses[name].available:
+    if name != "auto" and not statuses[name].available:
         raise UnsupportedError(f"the {name} backend does not work here: {statuses[name].detail}")
     device = device or _default_device()
     check_device(device)
     given = {key: value for key, value in options.items() if value is not None}
-    backend: Backend = import_module(_MODULES[name]).load(artifact, device=device, **given)
-    return backend
+    possible = [name] if name != "auto" else [s.name for s in statuses.values() if s.available]
+    if name == "auto" and not device.startswith("cuda"):
+        possible = [p for p in possible if p != "cuda"]
+    for place, candidate in enumerate(possible):
+        try:
+            backend: Backend = import_module(_MODULES[candidate]).load(artifact, device=device, **given)
+        except UnsupportedError as error:
+            if place == len(possible) - 1:
+                raise
+            _LOG.warning("%s; taking the %s backend", error, possible[place + 1])
+        else:
+            return backend
+    raise UnsupportedError(f"no backend works here: {'; '.join(f'{s.name}: {s.detail}' for s in statuses.values())}")
 
 
 def check_device(name: str) -> None:
@@ -153,6 +196,8 @@ def check_device(name: str) -> None:
 def _cuda_status() -> BackendStatus:
     import torch
 
+    from fut_runtime.cuda.library import library
+
     reasons = []
     if torch.version.cuda is None:
         reasons.append(f"PyTorch {torch.__version__} is built without CUDA")
@@ -161,8 +206,10 @@ def _cuda_status() -> BackendStatus:
     elif (capability := torch.cuda.get_device_capability()) != (9, 0):
         card = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
         reasons.append(f"the kernels need a Hopper card (compute capability 9.0), this is {card}")
-    if not _exists(_MODULES["cuda"]):
-        reasons.append("this build has no CUDA library")
+    try:
+        library()
+    except UnsupportedError as error:
+        reasons.append(str(error))
     detail = "; ".join(reasons) or torch.cuda.get_device_name()
     return BackendStatus("cuda", not reasons, detail)
 
@@ -170,8 +217,6 @@ def _cuda_status() -> BackendStatus:
 def _reference_status() -> BackendStatus:
     import torch
 
-    if not _exists(_MODULES["reference"]):
-        return BackendStatus("reference", False, "this build has no reference backend")
     where = torch.cuda.get_device_name() if _default_device() == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return BackendStatus("reference", True, f"PyTorch {torch.__version__}, {where}")
 
@@ -180,10 +225,3 @@ def _default_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing too
-        return False

@@ -63,13 +63,17 @@ class Engine:
         Args:
             model: directory of an artifact, or the Hub id of one.
             backend: `auto`, `cuda` or `reference`.
-            device: torch device of the reference backend; None takes a CUDA card where there is one.
-            decode_mode: weights of the decode path, `int4` (default), `fp8` or `bf16`.
-            prefill_mode: `e4m3` (default), `bf16`, or `decode` (prompts take the decode path).
+            device: torch device; None takes a CUDA card where there is one.
+            decode_mode: weights of the decode path, `int4`, `fp8` or `bf16`; None for int4, on CUDA the first of them
+                that the artifact has.
+            prefill_mode: `e4m3`, `bf16`, or `decode` (prompts take the decode path); None for what the backend does:
+                the reference e4m3, CUDA decode.
             kv_cache: `int4` or `bf16`; None for what the artifact says.
             scale_mode: where E4M3 activation scales come from, `request` (default), `delayed` or `frozen`.
             compute: `exact` (default) rounds activations as the kernels do, `fp32` does not.
-            planned_tokens: longest context, where a dynamic RoPE scaling fixes its base; None for the model's context.
+            planned_tokens: longest context of a request. A dynamic RoPE scaling fixes its base there, and on CUDA the
+                cache is made for `max_batch` such requests, once and for all. None for the model's context, on CUDA as
+                far as the card's memory goes.
             revision: branch, tag or commit of a Hub repository.
             verify: check the hash of every file first.
             prefill_chunk: prompts are read in chunks of this many tokens.
@@ -95,6 +99,7 @@ class Engine:
             scale_mode=scale_mode,
             compute=compute,
             planned_tokens=planned_tokens,
+            planned_requests=max_batch,
         )
         self._set_up(loaded, tokenizer, prefill_chunk, max_batch)
 

@@ -24,3 +24,11 @@ class ArtifactError(FutError):
 
 class UnsupportedError(FutError):
     """The request is well formed, but this version, backend or card does not support it."""
+
+
+class DeviceMemoryError(FutError):
+    """A device has too little free memory; the message says how much is needed, for what, and how much is free."""
+
+
+class CacheFullError(FutError):
+    """Other requests hold the memory that a new one needs; it may be opened once some of them are closed."""

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from torch import Tensor
 
-from fut_runtime.backend import Backend
-from fut_runtime.errors import FutError
+from fut_runtime.backend import Backend, DrawsTokens
+from fut_runtime.errors import CacheFullError, FutError
 from fut_runtime.request import KeptCache, Request
 from fut_runtime.results import Completion, TokenEvent
 from fut_runtime.sampling import SamplingError, SamplingParams
@@ -113,16 +113,14 @@ class GenerationBatch:
 
     def step(self) -> list[TokenEvent]:
         """One prefill call for prompts that are not read yet, then one decode call for requests that were."""
-        while self._waiting and len(self._active) < self._max_batch:
-            self._open(self._waiting[0])
-            self._active.append(self._waiting.popleft())
+        self._admit()
         running = [r for r in self._active if r.prefilled]
         events = self._prefill_step()
         if running:
-            logits = self._backend.decode([(_handle(r), r.output_ids[-1]) for r in running])
-            for request, row in zip(running, logits, strict=True):
+            tokens, logits = self._decode(running)
+            for request, token, row in zip(running, tokens, logits, strict=True):
                 request.fed += 1
-                events.append(self._advance(request, row))
+                events.append(self._advance(request, row, token))
         return events
 
     def cancel(self, index: int) -> Completion | None:
@@ -150,6 +148,26 @@ class GenerationBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _admit(self) -> None:
+        """Open waiting requests, first come first served, as long as the backend has room for them."""
+        while self._waiting and len(self._active) < self._max_batch:
+            try:
+                self._open(self._waiting[0])
+            except CacheFullError:
+                if not self._active:  # nobody here will ever make room
+                    raise
+                return
+            self._active.append(self._waiting.popleft())
+
+    def _decode(self, running: Sequence[Request]) -> tuple[Sequence[int | None], Tensor]:
+        """Append each request's last token; next tokens, where the backend has chosen one, and all logits."""
+        appended = [(_handle(r), r.output_ids[-1]) for r in running]
+        if isinstance(self._backend, DrawsTokens):
+            draws = [request.draw() for request in running]
+            if any(draw is not None for draw in draws):
+                return self._backend.decode_and_draw(appended, draws)
+        return [None] * len(running), self._backend.decode(appended)
 
     def _open(self, request: Request) -> None:
         """Give a request its cache: the kept one where it covers the prompt's beginning, else a new one."""
@@ -190,9 +208,10 @@ class GenerationBatch:
                 events.append(self._advance(request, row))
         return events
 
-    def _advance(self, request: Request, logits: Tensor) -> TokenEvent:
+    def _advance(self, request: Request, logits: Tensor, token: int | None = None) -> TokenEvent:
+        """Go on with a token that the backend has chosen, or choose one from the logits."""
         try:
-            event = request.advance(logits)
+            event = request.advance(logits, token)
         except SamplingError as error:
             raise SamplingError(f"prompt {request.index}, token {request.fed}: {error}") from error
         if event.completion is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fut_runtime.backend import Draw
 from fut_runtime.detokenize import StopStrings
 from fut_runtime.results import Completion, FinishReason, TokenEvent
 from fut_runtime.sampling import Sampler, SamplingParams, TokenLogprobs
@@ -101,9 +102,22 @@ class Request:
         """Prompt and output."""
         return self.prompt_ids + self.output_ids
 
-    def advance(self, logits: Tensor) -> TokenEvent:
-        """Choose the next token from float32 logits [V] and bring text and finish reason up to date."""
-        token, logprobs = self._sampler.choose(logits)
+    def draw(self) -> Draw | None:
+        """How the backend may choose the next token; None where the choice needs the logits here."""
+        return self._sampler.draw()
+
+    def advance(self, logits: Tensor, token: int | None = None) -> TokenEvent:
+        """Take the next token and bring text and finish reason up to date.
+
+        Args:
+            logits: float32 [V] to choose from.
+            token: the one that the backend has chosen already, as `draw` says.
+        """
+        logprobs = None
+        if token is None:
+            token, logprobs = self._sampler.choose(logits)
+        else:
+            self._sampler.drawn()
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last

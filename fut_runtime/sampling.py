@@ -14,10 +14,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from fut_runtime.backend import Draw
 from fut_runtime.errors import FutError
 
 #: Seeds that `torch.Generator.manual_seed` takes without wrapping.
 MAX_SEED = 2**63 - 1
+#: No vocabulary has more tokens.
+MAX_TOP_K = 2**31 - 1
 
 
 class SamplingError(FutError):
@@ -198,6 +201,23 @@ class Sampler:
         else:
             self._generator.manual_seed(params.seed)
         self._seen = set(prompt_ids) if params.repetition_penalty != 1 else set()
+        self._uniform: float | None = None
+
+    def draw(self) -> Draw | None:
+        """How a backend may choose the next token; None where the choice needs the logits here.
+
+        The random number is the one that `choose` would use. It stays this token's until `drawn` or `choose`.
+        """
+        params = self.params
+        if params.repetition_penalty != 1 or params.logprobs is not None:
+            return None
+        if params.greedy:
+            return Draw()
+        return Draw(params.temperature, min(params.top_k, MAX_TOP_K), params.top_p, params.min_p, self._next_uniform())
+
+    def drawn(self) -> None:
+        """A backend has chosen the token of the last `draw`."""
+        self._uniform = None
 
     def choose(self, logits: Tensor) -> tuple[int, TokenLogprobs | None]:
         """Next token from float32 logits [V], and its log-probabilities where the request asks for them.
@@ -217,7 +237,14 @@ class Sampler:
         else:
             scores = apply_temperature(scores, params.temperature)
             scores = keep_min_p(keep_top_p(keep_top_k(scores, params.top_k), params.top_p), params.min_p)
-            token = draw(scores, torch.rand((), generator=self._generator, dtype=torch.float64).item())
+            token = draw(scores, self._next_uniform())
+        self._uniform = None
         if params.repetition_penalty != 1:
             self._seen.add(token)
         return token, None if params.logprobs is None else token_logprobs(logits, token, params.logprobs)
+
+    def _next_uniform(self) -> float:
+        """The random number in [0, 1) of the token that comes next, the same until that is chosen."""
+        if self._uniform is None:
+            self._uniform = torch.rand((), generator=self._generator, dtype=torch.float64).item()
+        return self._uniform

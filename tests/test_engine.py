@@ -88,7 +88,8 @@ def test_generate_from_the_command_line(artifact: Path) -> None:
 def test_info_says_what_works_here_and_why_not() -> None:
     statuses = {s.name: s for s in available_backends()}
     assert statuses["reference"].available
-    assert statuses["cuda"].available or "this build has no CUDA library" in statuses["cuda"].detail
+    reasons = ("built without CUDA", "sees no CUDA device", "need a Hopper card", "has no CUDA library")
+    assert statuses["cuda"].available or any(reason in statuses["cuda"].detail for reason in reasons)
     result = CliRunner().invoke(main, ["info", "--json"])
     assert [b["name"] for b in json.loads(result.stdout)["backends"]] == ["cuda", "reference"]
     text = CliRunner().invoke(main, ["info"], terminal_width=200).stdout

@@ -25,7 +25,7 @@ from fut_runtime.reference.layer import LayerWeights, Sixteen, run_layer
 from fut_runtime.reference.model import ReferenceModel
 from fut_runtime.reference.numerics import EXACT, FP32, Numerics
 from fut_runtime.reference.projection import Projection
-from fut_runtime.reference.rope import rope_tables
+from fut_runtime.rope import rope_tables
 from odd_checkpoints import ODD_CHECKPOINTS, odd_input_ids, reference_logits
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 

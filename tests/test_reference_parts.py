@@ -14,8 +14,9 @@ from fut_runtime.reference.activation_scale import ActivationScales
 from fut_runtime.reference.attention import attend, attend_quantized
 from fut_runtime.reference.kv_quant import quantize_heads
 from fut_runtime.reference.numerics import EXACT, Numerics, to_e4m3
-from fut_runtime.reference.rope import apply_rope, inverse_frequencies, rope_tables
+from fut_runtime.reference.rope import apply_rope
 from fut_runtime.reference.rotation import rotate, sylvester_hadamard
+from fut_runtime.rope import inverse_frequencies, rope_tables
 
 DOUBLE = Numerics(dtype=torch.float64, round_activations=False)
 

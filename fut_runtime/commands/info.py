@@ -30,8 +30,23 @@ _PROBE_TOKENS = 2048
     metavar="FILE",
     help=f"Read up to {_PROBE_TOKENS} tokens of a text and report activation scales and saturated elements.",
 )
+@click.option("--memory", is_flag=True, help="Plan the memory of a card: weights, cache, and what a step needs.")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="With --memory: tokens of each request.")
+@click.option("--batch", type=click.IntRange(1), metavar="B", help="With --memory: requests at once.  [default: 1]")
+@click.option("--decode-mode", type=click.Choice(["int4", "fp8", "bf16"]), help="With --memory: weights to load.")
+@click.option("--kv-cache", type=click.Choice(["int4", "bf16"]), help="With --memory: the cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(model: str | None, revision: str | None, probe: Path | None, as_json: bool) -> None:
+def info(
+    model: str | None,
+    revision: str | None,
+    probe: Path | None,
+    memory: bool,
+    context: int | None,
+    batch: int | None,
+    decode_mode: str | None,
+    kv_cache: str | None,
+    as_json: bool,
+) -> None:
     """Show which backends work on this machine, and what the artifact OUT holds.
 
     \b
@@ -39,10 +54,17 @@ def info(model: str | None, revision: str | None, probe: Path | None, as_json: b
       fut-run info
       fut-run info OUT
       fut-run info OUT --probe README.md
+      fut-run info OUT --memory --context 32768 --batch 8
     """
-    if probe is not None and model is None:
-        raise click.UsageError("--probe needs an artifact to read the text with")
-    result = {**_machine(), **({} if model is None else _describe(model, revision, probe))}
+    if model is None and (probe is not None or memory):
+        raise click.UsageError(f"{'--memory' if memory else '--probe'} needs an artifact")
+    plan = {"context_tokens": context, "requests": batch, "decode_mode": decode_mode, "kv_cache": kv_cache}
+    given = {name: value for name, value in plan.items() if value is not None}
+    if given and not memory:
+        raise click.UsageError("--context, --batch, --decode-mode and --kv-cache belong to --memory")
+    result = _machine()
+    if model is not None:
+        result |= _describe(model, revision, probe, given if memory else None)
     if as_json:
         click.echo(json.dumps(result, indent=2))
     else:
@@ -61,16 +83,28 @@ def _machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _describe(model: str, revision: str | None, probe: Path | None) -> dict[str, Any]:
+def _describe(model: str, revision: str | None, probe: Path | None, plan: dict[str, Any] | None) -> dict[str, Any]:
     from fut_runtime.artifact.reader import Artifact
     from fut_runtime.resolve import resolve_artifact
 
     path = resolve_artifact(model, revision)
     artifact = Artifact.open(path)
     result = {"artifact": _artifact_facts(artifact, path), "tokenizer": _tokenizer_facts(path)}
+    if plan is not None:
+        result["memory"] = _memory(artifact, plan)
     if probe is not None:
         result["activations"] = _probe(path, probe)
     return result
+
+
+def _memory(artifact: Artifact, options: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a card's memory, as `plan_memory` makes it."""
+    from dataclasses import asdict
+
+    from fut_runtime.cuda.memory_plan import plan_memory
+
+    plan = plan_memory(artifact, **options)
+    return {**asdict(plan), "cache_bytes": plan.cache_bytes, "total_bytes": plan.total_bytes}
 
 
 def _artifact_facts(artifact: Artifact, path: Path) -> dict[str, Any]:
@@ -141,7 +175,7 @@ def _probe(path: Path, text: Path) -> dict[str, Any]:
     from fut_runtime.engine import Engine
     from fut_runtime.sampling import SamplingParams
 
-    with Engine(path) as engine:
+    with Engine(path, backend="reference") as engine:
         if not isinstance(engine.backend, ReportsActivations):
             raise FutError("this backend does not report activation scales")
         try:
@@ -165,6 +199,8 @@ def _print(result: dict[str, Any]) -> None:
     console.print(table)
     if "artifact" in result:
         _print_artifact(console, result["artifact"], result["tokenizer"])
+    if "memory" in result:
+        _print_memory(console, result["memory"])
     if "activations" in result:
         _print_activations(console, result["activations"])
 
@@ -201,6 +237,36 @@ def _print_artifact(console: Console, facts: dict[str, Any], tokenizer: dict[str
         weights.add_row(module, escape(listed), *(f"{site[k]:.3g}" for k in ("min", "median", "max")))
     console.print()
     console.print(weights)
+
+
+def _print_memory(console: Console, plan: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from fut_runtime.cuda.memory_plan import MAX_ROWS
+
+    requests = f"{plan['requests']} request{'s' if plan['requests'] > 1 else ''} of {plan['context_tokens']} tokens"
+    console.print(f"\nmemory of a card for {requests}:")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    step = plan["workspace_bytes"]
+    step_note = f"of these {plan['logits_bytes'] / 1e6:,.1f} for {MAX_ROWS} rows of logits"
+    if step is None:
+        step, step_note = plan["logits_bytes"], "at least: the CUDA library is not built here"
+    rows = {
+        "weights": (plan["weights_bytes"], plan["decode_mode"]),
+        "cache": (
+            plan["cache_bytes"],
+            f"{plan['cache_bits']} bits, {plan['pages']} pages of {plan['page_bytes']} bytes",
+        ),
+        "RoPE tables": (plan["rope_bytes"], ""),
+        "a step": (step, step_note),
+        "together": (plan["total_bytes"], ""),
+    }
+    for name, (nbytes, note) in rows.items():
+        table.add_row(name, f"{nbytes / 1e6:,.1f} MB", note)
+    console.print(table)
 
 
 def _format_text(name: str, details: dict[str, Any]) -> str:

@@ -134,6 +134,7 @@ def load(
     scale_mode: str = "request",
     compute: str = "exact",
     planned_tokens: int | None = None,
+    planned_requests: int | None = None,
 ) -> ReferenceBackend:
     """Load an artifact into a reference backend.
 
@@ -145,10 +146,12 @@ def load(
         scale_mode: `request`, `delayed` or `frozen`.
         compute: `exact` (every rounding of the contract) or `fp32` (no rounding of activations to 16 bits).
         planned_tokens: longest context, where a dynamic RoPE fixes its base; None for the model's positions.
+        planned_requests: without effect: memory is taken request by request.
 
     Raises:
         UnsupportedError: an unknown mode, or one that needs weights the artifact does not carry.
     """
+    del planned_requests
     for name, value, allowed in (
         ("decode_mode", decode_mode, tuple(DECODE_FORMATS)),
         ("prefill_mode", prefill_mode, PREFILL_MODES),

@@ -17,8 +17,8 @@ from fut_runtime.reference.cache import RequestCache
 from fut_runtime.reference.layer import EightBit, LayerWeights, Sixteen, run_layer
 from fut_runtime.reference.numerics import Numerics, row_factor
 from fut_runtime.reference.projection import Projection, normalized
-from fut_runtime.reference.rope import rope_tables
 from fut_runtime.reference.rotation import sylvester_hadamard
+from fut_runtime.rope import rope_tables
 
 
 @dataclass(frozen=True)

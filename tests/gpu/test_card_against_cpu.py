@@ -13,7 +13,7 @@ from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.reference import backend as reference
 from fut_runtime.reference.numerics import Numerics
-from fut_runtime.reference.rope import rope_tables
+from fut_runtime.rope import rope_tables
 from odd_checkpoints import ODD_CHECKPOINTS
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
