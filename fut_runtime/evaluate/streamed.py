@@ -15,8 +15,8 @@ from fut_runtime.reference.cache import RequestCache
 from fut_runtime.reference.layer import Attend, EightBit, LayerWeights, Sixteen, run_layer
 from fut_runtime.reference.model import ReferenceModel
 from fut_runtime.reference.numerics import Numerics
-from fut_runtime.reference.rope import rope_tables
 from fut_runtime.reference.rotation import sylvester_hadamard
+from fut_runtime.rope import rope_tables
 
 #: Bytes of the widest intermediate (gate and up, FP32) of the windows that run together.
 _BATCH_BYTES = {"cpu": 1 << 26, "cuda": 1 << 32}

@@ -37,7 +37,7 @@ from fut_runtime.evaluate.runner import ReferenceRunner
 from fut_runtime.reference import backend as reference
 from fut_runtime.reference.numerics import EXACT
 from fut_runtime.reference.projection import Projection
-from fut_runtime.reference.rope import rope_tables
+from fut_runtime.rope import rope_tables
 from repository import REPOSITORY
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
