@@ -105,18 +105,44 @@ def _exp(nll: Tensor) -> float:
 
 def _score(runner: WindowRunner, baseline: WindowRunner | None, window: Tensor) -> Tensor:
     """Means over one window's predicted positions, FP64 on the CPU: nll, baseline nll, KL, top-1 agreement."""
+    scores = score_positions(runner, baseline, window)
+    same = scores.top == scores.baseline_top
+    return torch.stack([x.double().mean() for x in (scores.nll, scores.baseline_nll, scores.kl, same)])
+
+
+@dataclass(frozen=True)
+class PositionScores:
+    """Of each predicted position of a window, on the CPU; the baseline's are zero where there is none.
+
+    Attributes:
+        nll, baseline_nll: FP32 [tokens - 1], negative log-likelihood of the token that follows.
+        kl: FP32 [tokens - 1], KL(baseline || ours).
+        top, baseline_top: int64 [tokens - 1], the most likely token.
+    """
+
+    nll: Tensor
+    baseline_nll: Tensor
+    kl: Tensor
+    top: Tensor
+    baseline_top: Tensor
+
+
+@torch.inference_mode()
+def score_positions(runner: WindowRunner, baseline: WindowRunner | None, window: Tensor) -> PositionScores:
+    """Score every position of a window int64 [tokens] that has a token after it."""
     hidden = runner.hidden(window)
     reference = None if baseline is None else baseline.hidden(window)
     targets = window.to(hidden.device)[1:]
-    totals = torch.zeros(4, dtype=torch.float64, device=hidden.device)
+    parts = []
     for first in range(0, len(targets), LOGIT_ROWS):
         span = slice(first, min(first + LOGIT_ROWS, len(targets)))
         target = targets[span, None]
         ours = runner.logits(hidden[span]).float().log_softmax(-1)
-        totals[0] -= ours.gather(1, target).double().sum()
+        nll, top = -ours.gather(1, target)[:, 0], ours.argmax(-1)
+        base_nll, kl, base_top = torch.zeros_like(nll), torch.zeros_like(nll), torch.zeros_like(top)
         if baseline is not None and reference is not None:
             theirs = baseline.logits(reference[span]).float().log_softmax(-1)
-            totals[1] -= theirs.gather(1, target).double().sum()
-            totals[2] += (theirs.exp() * (theirs - ours)).sum(-1).double().sum()
-            totals[3] += (theirs.argmax(-1) == ours.argmax(-1)).sum()
-    return (totals / len(targets)).cpu()
+            base_nll, base_top = -theirs.gather(1, target)[:, 0], theirs.argmax(-1)
+            kl = (theirs.exp() * (theirs - ours)).sum(-1)
+        parts.append((nll, base_nll, kl, top, base_top))
+    return PositionScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))

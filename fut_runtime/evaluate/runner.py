@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,13 +61,9 @@ class ReferenceRunner:
             first = count // 2 if self.serve_prefill_tokens is None else min(self.serve_prefill_tokens, count)
         parts = []
         if first:
-            scales = self._scales()
-            before = (0, 0) if scales is None else (int(scales.saturated.sum()), int(scales.elements.sum()))
-            parts.append(self.model.forward(cache, tokens[:first], "prefill", scales))
-            if scales is not None:
-                scales.next_call()
-                self.saturated += int(scales.saturated.sum()) - before[0]
-                self.quantized += int(scales.elements.sum()) - before[1]
+            scales = self.scales()
+            with self.counted(scales):
+                parts.append(self.model.forward(cache, tokens[:first], "prefill", scales))
         if first < count:
             parts.append(self.model.forward(cache, tokens[first:], "decode"))
         return torch.cat(parts)
@@ -74,7 +71,20 @@ class ReferenceRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
 
-    def _scales(self) -> ActivationScales | None:
+    @contextmanager
+    def counted(self, scales: ActivationScales | None) -> Iterator[None]:
+        """One prefill call: counts what saturates in it, and ends it for the state of the scales."""
+        if scales is None:
+            yield
+            return
+        before = int(scales.saturated.sum()), int(scales.elements.sum())
+        yield
+        scales.next_call()
+        self.saturated += int(scales.saturated.sum()) - before[0]
+        self.quantized += int(scales.elements.sum()) - before[1]
+
+    def scales(self) -> ActivationScales | None:
+        """E4M3 state for the next window or request, or None where the model needs none."""
         if self.new_scales is None or not self.model.eight_bit:
             return None
         if not self.keep_scales:

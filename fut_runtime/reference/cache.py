@@ -75,6 +75,12 @@ class RequestCache:
         """Count tokens that every layer has written."""
         self.length += tokens
 
+    def rewind(self, length: int) -> None:
+        """Forget all tokens but the first `length`; what follows is written over them."""
+        if not 0 <= length <= self.length:
+            raise FutError(f"a cache of {self.length} tokens cannot be rewound to {length}")
+        self.length = length
+
     def codes(self, layer: int) -> tuple[QuantizedHeads, QuantizedHeads]:
         """Quantised K and V of a layer, the first `length` tokens."""
         keys, values = self._codes[layer]
