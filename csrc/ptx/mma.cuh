@@ -23,6 +23,13 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements over the warp: lane l holds row l / 4, columns 2 (l % 4) and the next.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t rows) {
+  uint32_t columns;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
+  return columns;
+}
+
 // (word & mask) | magic in one instruction.
 template <uint32_t kMask, uint32_t kMagic>
 __device__ __forceinline__ uint32_t pick_bits(uint32_t word) {

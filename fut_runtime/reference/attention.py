@@ -41,8 +41,8 @@ def attend_quantized(
     """Attention over the INT4 cache, with scales and zero points outside the inner products.
 
     S = s_k (q·codes) + z_k Σq and O = Σ (p s_v) codes + Σ p z_v, q rotated like K and the output rotated back.
-    Shapes as in `attend`. q and p·s_v are rounded to 16 bits as MMA operands; the denominator and Σ p z_v use the
-    unrounded p.
+    Shapes as in `attend`. q is rounded to 16 bits as an MMA operand; p·s_v is not, since codes are up to five times the
+    spread of the values they stand for and would multiply its rounding (the kernels keep 11 bits of it).
     """
     queries, heads, dim = q.shape
     context, kv_heads, _ = k.codes.shape
@@ -60,8 +60,7 @@ def attend_quantized(
         sums = block.sum(dim=-1).permute(1, 2, 0)[..., None]
         scores = (products * k_scale[..., :seen] + sums * k_zero[..., :seen]) * dim**-0.5
         p, total = _softmax(scores)
-        weighted = numerics.round16(p * v_scale[..., :seen])
-        out = torch.einsum("ghqk,gkd->qghd", weighted, v_codes[:, :seen])
+        out = torch.einsum("ghqk,gkd->qghd", p * v_scale[..., :seen], v_codes[:, :seen])
         shift = (p * v_zero[..., :seen]).sum(dim=-1, keepdim=True)
         blocks.append(((out + shift.permute(2, 0, 1, 3)) / total.permute(2, 0, 1, 3)).flatten(1, 2))
     out = torch.cat(blocks)
