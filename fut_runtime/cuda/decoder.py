@@ -85,7 +85,7 @@ class Decoder:
         count, heads = len(rows), len(head_rows)
         sampling = None
         if draws is not None:
-            sampling = (Sampling * heads)(*(_sampling(draw) for draw in draws))
+            sampling = (Sampling * heads)(*(sampling_struct(draw) for draw in draws))
         step = Step(
             rows=count,
             chunked=int(chunked),
@@ -134,7 +134,7 @@ class Decoder:
             raise
 
 
-def _sampling(draw: Draw | None) -> Sampling:
+def sampling_struct(draw: Draw | None) -> Sampling:
     """`fut_sampling` of a draw; a row without one gets the most probable token, which nobody reads."""
     if draw is None:
         return Sampling(top_p=1.0)
