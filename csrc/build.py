@@ -78,7 +78,12 @@ def build_library(
     jobs = jobs or int(os.environ.get("MAX_JOBS") or 0) or len(os.sched_getaffinity(0))
     version = nvcc.version()
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        compiled = list(pool.map(lambda file: _compile(file, sources, nvcc, version, cache, report), files))
+        tasks = [pool.submit(_compile, file, sources, nvcc, version, cache, report) for file in files]
+    # Whoever changed several files wants to hear of all that is wrong with them.
+    failures = [str(error) for task in tasks if isinstance(error := task.exception(), BuildError)]
+    if failures:
+        raise BuildError("\n".join(failures))
+    compiled = [task.result() for task in tasks]
     _link(output, [c.path for c in compiled], nvcc, sources / "fut.h")
     report(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
     return [kernel for c in compiled for kernel in c.kernels]
