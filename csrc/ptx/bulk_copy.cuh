@@ -40,6 +40,46 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
+// The address of `pointer`'s place in the shared memory of another CTA of the cluster.
+__device__ __forceinline__ uint32_t cluster_address(const void* pointer, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+
+// Stores 16 bytes into the shared memory of a CTA of the cluster and counts them at a barrier there. Whoever waits for
+// the barrier sees them: no fence, which at cluster scope would be one for the whole card.
+__device__ __forceinline__ void cluster_store(uint32_t address, const float (&v)[4], uint32_t barrier_address) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])), "r"(__float_as_uint(v[3])),
+      "r"(barrier_address)
+      : "memory");
+}
+
+// One arrival at a barrier of this CTA.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One arrival at a barrier of any CTA of the cluster.
+__device__ __forceinline__ void cluster_arrive(uint32_t barrier_address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_address) : "memory");
+}
+
+// Waits for all threads of the cluster. Initialised barriers are visible after it if fence_barrier_init() came before;
+// it orders nothing else.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Copies 16 bytes asynchronously; cp_async_wait() waits for all of this thread's.
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // A cache policy for data that is read once: it leaves the L2 first.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
