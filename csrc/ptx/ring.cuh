@@ -6,11 +6,6 @@
 
 namespace fut {
 
-// One plain arrival: a consumer gives a slot back.
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 // Orders the copy engine's later reads of global memory after what this thread has seen written.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
