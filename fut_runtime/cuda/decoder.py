@@ -15,7 +15,7 @@ from fut_runtime.cuda.device_memory import allocate
 from fut_runtime.cuda.library import CudaCallError, Library
 from fut_runtime.cuda.memory_plan import MAX_ROWS, workspace_bytes
 from fut_runtime.cuda.structs import DecoderConfig, Sampling, Status, Step
-from fut_runtime.errors import FutError
+from fut_runtime.errors import FutError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Decoder:
 
         Raises:
             DeviceMemoryError: no memory for the workspace.
-            CudaCallError: the library refuses the configuration.
+            UnsupportedError: the library refuses the configuration.
+            CudaCallError: CUDA fails.
         """
         self._library, self._config, self._device, self._about = library, config, device, about
         self._broken: str | None = None
@@ -54,7 +55,12 @@ class Decoder:
         config.workspace_bytes = self._workspace.numel()
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()
-            library.call("fut_decoder_create", ctypes.byref(config), ctypes.byref(self._handle), about=about)
+            try:
+                library.call("fut_decoder_create", ctypes.byref(config), ctypes.byref(self._handle), about=about)
+            except CudaCallError as error:
+                if error.status is Status.INVALID:  # the model is not one that the kernels compute
+                    raise UnsupportedError(str(error)) from error
+                raise
             address = library.fut_decoder_logits(self._handle)
         first = address - self._workspace.data_ptr()
         count = MAX_ROWS * config.vocab
