@@ -110,7 +110,8 @@ def lazy_layer_from_checkpoint(
 
 
 def _matrix_on(device: torch.device | str, load: Load, layer: int, module: str) -> Tensor:
-    return module_weight(load, layer, module).to(device)
+    parts = [load(name).to(device) for name in weight_names(layer, module)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def model_from_checkpoint(

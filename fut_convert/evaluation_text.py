@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fut_convert.calibration_text import CalibrationWindows, checkpoint_tokenizer, first_tokens
 from fut_convert.errors import ConvertError
+from fut_convert.recipe import BUILTIN_TEXT
 from fut_convert.sources import Source
 
 #: Tokens of an evaluation window, unless the model or the text is shorter.
@@ -74,24 +75,24 @@ def independence_note(evaluation: CalibrationWindows, calibration: CalibrationWi
     if calibration is None:
         return "Nothing was calibrated, so the weights cannot be fitted to this text."
     ours, theirs = evaluation.record, calibration.record
-    named = f"{ours['text']!s}"
+    seen = "the one that ships with the converter" if theirs["text"] == BUILTIN_TEXT else str(theirs["text"])
     if ours["sha256"] == theirs.get("sha256"):
         return (
-            f"**The artifact was calibrated on this very text ({named}): the figures flatter it.** "
+            f"**The artifact was calibrated on this very text ({ours['text']}): the figures flatter it.** "
             "Measure it on another text before you trust them."
         )
     share = shared_passages(evaluation.ids, calibration.ids)
     if share > _QUOTED_SHARE:
         return (
-            f"**{100 * share:.0f} % of this text's tokens stand in passages that calibration saw as well "
-            f"({theirs.get('text')}): the figures flatter the artifact.**"
+            f"**{100 * share:.0f} % of this text's tokens stand in passages that calibration saw as well ({seen}): "
+            "the figures flatter the artifact.**"
         )
-    if _corpus(str(ours["text"])) == _corpus(str(theirs.get("text"))):
+    if _corpus(str(ours["text"])) == _corpus(str(theirs["text"])):
         return (
-            f"By its name this text ({named}) is of the calibration text's corpus ({theirs.get('text')}), though the "
-            "two share no passages: expect a little more loss on other texts."
+            f"By its name this text ({ours['text']}) is of the calibration text's corpus ({seen}), though the two "
+            "share no passages: expect a little more loss on other texts."
         )
-    return f"The calibration text ({theirs.get('text')}) is another one and shares no passages with this."
+    return f"The calibration text ({seen}) is another one and shares no passages with this."
 
 
 def shared_passages(ids: Tensor, seen: Tensor) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fut_convert.report.wording import FORMAT_NAMES, PLOTS, estimate, path_name, percent, size, text_name
+from fut_runtime.artifact.json_text import shown
 
 _MODULES = ("qkv", "o", "gate_up", "down")
 _PROTOCOLS = (
@@ -170,7 +171,9 @@ def _gptq(contents: dict[str, Any]) -> Iterator[str]:
     raised = [row for row in solved if row["damping"] is not None and row["damping"] > asked]
     kept = sum(row["damping"] is not None for row in solved) - len(raised)
     nearest = sum(row["nearest_rows"] or 0 for row in solved if not row["fallback"])
-    yield f"GPTQ solved {kept} of {len(solved)} modules with damping {asked:g}."
+    solver = contents["recipe"]["gptq"].get("solver", "fut")
+    name = "GPTQ" if solver == "fut" else f"GPTQ, by the solver of {solver},"
+    yield f"{name} solved {kept} of {len(solved)} modules with damping {asked:g}."
     for row in raised:
         yield f"- damping raised to {row['damping']:g} for `{row['name']}`"
     for name, reason in contents["fallbacks"].items():
@@ -228,7 +231,7 @@ def _steps(contents: dict[str, Any]) -> Iterator[str]:
 
 def _identity(source: dict[str, Any]) -> str:
     name = str(source.get("id") or source.get("name") or source.get("kind"))
-    return name + (f" at {source['commit'][:12]}" if source.get("commit") else "")
+    return shown(name) + (f" at {source['commit'][:12]}" if source.get("commit") else "")
 
 
 def _plot(name: str, title: str, drawn: set[str]) -> Iterator[str]:

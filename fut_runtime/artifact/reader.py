@@ -132,8 +132,10 @@ class Artifact:
         data, *scale = (self.tensor(t.name) for t in weight_tensors(name, spec))
         return StoredWeight(spec, data, scale[0] if scale else None)
 
-    def codes_and_scales(self, name: str) -> tuple[Tensor, Tensor]:
+    def codes_and_scales(self, name: str, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """INT4 codes uint8 [N, K_padded] in 0..15 and scales [N, K_padded / g], in natural row order.
+
+        They are unpacked on `device`: a card is quicker at it, and half the bytes go there.
 
         Raises:
             UnsupportedError: the matrix is not stored as INT4.
@@ -141,8 +143,8 @@ class Artifact:
         stored = self.weight(name, "int4")
         spec = stored.spec
         assert spec.nibble_order is not None and spec.scale_order is not None and stored.scale is not None
-        codes = unpack_codes(stored.data, spec.nibble_order)
-        scales = unpack_scales(stored.scale, spec.scale_order)
+        codes = unpack_codes(stored.data.to(device), spec.nibble_order)
+        scales = unpack_scales(stored.scale.to(device), spec.scale_order)
         rows = spec.shape[0]
         return to_natural_rows(codes, spec.row_order, rows), to_natural_rows(scales, spec.row_order, rows)
 

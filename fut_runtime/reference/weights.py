@@ -90,7 +90,7 @@ class WeightLoader:
         spec = self.artifact.manifest.weights[name][weight_format]
         rows, cols = spec.shape
         if weight_format == "int4":
-            codes, scales = (t.to(self.device) for t in self.artifact.codes_and_scales(name))
+            codes, scales = self.artifact.codes_and_scales(name, self.device)
             return lambda: dequantize_int4(codes, scales)[:, :cols]
         stored = self.artifact.tensor(f"{name}.{weight_format}").to(self.device)
         # Bytes move faster than float8 through indexing, and some devices cannot index float8 at all.

@@ -15,6 +15,7 @@ from fut_runtime.reference import backend as reference
 from fut_runtime.reference.numerics import Numerics
 from fut_runtime.rope import rope_tables
 from odd_checkpoints import ODD_CHECKPOINTS
+from repository import REPOSITORY
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
 FORMATS = ["e4m3", "int4", "bf16"]
@@ -38,6 +39,24 @@ def test_the_card_quantizes_to_the_same_bytes(tmp_path: Path, method: str) -> No
     cpu, card = (converted(checkpoint, tmp_path / d, d, **options) for d in ("cpu", "cuda"))
     for spec in all_tensors(cpu.manifest):
         assert torch.equal(cpu.tensor(spec.name).view(torch.uint8), card.tensor(spec.name).view(torch.uint8)), spec.name
+
+
+def test_the_report_measures_the_same_on_the_card(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", CheckpointShape(layers=3))
+    options = {"calibration.enabled": False, "int4.scale_method": "absmax_7", "weights": FORMATS}
+    text = REPOSITORY / "fut_convert" / "data" / "heldout.txt"
+    cpu, card = (
+        convert(str(checkpoint), tmp_path / d, overrides=options, device=d, evaluate=text, evaluate_windows=2)
+        for d in ("cpu", "cuda")
+    )
+    for ours, theirs in zip(cpu.measurements.depth, card.measurements.depth, strict=True):
+        assert theirs.errors.per_layer == pytest.approx(ours.errors.per_layer, rel=0.05)
+        assert theirs.errors.accumulated == pytest.approx(ours.errors.accumulated, rel=0.05)
+    for row, other in zip(cpu.measurements.accuracy, card.measurements.accuracy, strict=True):
+        assert other.result.perplexity == pytest.approx(row.result.perplexity, rel=2e-3), row.name
+    assert card.peak_device_bytes is not None
+    assert 0 < max(card.step_peak_device_bytes.values()) <= card.peak_device_bytes
+    assert "peak device memory" in (card.path / "report.md").read_text(encoding="utf-8")
 
 
 def test_searched_scales_lose_no_more_on_the_card(tmp_path: Path) -> None:
