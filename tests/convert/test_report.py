@@ -391,8 +391,9 @@ def test_evaluating_on_the_calibration_text_is_called_by_its_name(tiny_checkpoin
     other.write_text("An entirely different beginning. " + calibration.read_text()[100:900])
     unlike = tmp_path / "unlike.txt"
     unlike.write_text("Zebras. " * 60)
+    kin = shutil.copy(unlike, tmp_path / "evaluation-3.txt")
     notes = []
-    for number, chosen in enumerate((calibration, other, unlike)):
+    for number, chosen in enumerate((calibration, other, unlike, kin)):
         result = convert(
             str(checkpoint), tmp_path / f"out{number}", overrides={**QUICK, "calibration.text": str(calibration)},
             evaluate=chosen, evaluate_windows=2,
@@ -402,6 +403,7 @@ def test_evaluating_on_the_calibration_text_is_called_by_its_name(tiny_checkpoin
     assert "was calibrated on this very text (evaluation.txt): the figures flatter it" in notes[0]
     assert "stand in passages that calibration saw" in notes[1]
     assert notes[2] == "The calibration text (evaluation.txt) is another one and shares no passages with this."
+    assert notes[3].startswith("By its name this text (evaluation-3.txt) is of the calibration text's corpus")
 
 
 def test_shared_passages_are_counted_by_token() -> None:
