@@ -144,7 +144,6 @@ def _modules(contents: dict[str, Any], drawn: set[str]) -> Iterator[str]:
         if row["format"] != "bf16" or row["largest_error"]
     ]  # fmt: skip
     yield from _table(("module", "format", "mean error", "largest error", "in"), rows, align="llrrl")
-    yield ""
     yield from _gptq(contents)
     yield from _plot("modules.png", "Error of every module by layer", drawn)
 
@@ -152,10 +151,10 @@ def _modules(contents: dict[str, Any], drawn: set[str]) -> Iterator[str]:
 def _weighting(modules: Sequence[dict[str, Any]]) -> str:
     kinds = {row["weighting"] for row in modules if row["format"] != "bf16"}
     sentences = {
-        "hessian": "Of GPTQ's modules the error is that of the module's output on the calibration text, "
+        "hessian": "The error of a matrix that GPTQ solved is that of the module's output on the calibration text, "
         "√(tr(ΔHΔᵀ) / tr(WHWᵀ)) with Δ = W − Ŵ and H the mean of xxᵀ of what enters behind the quantized layers.",
-        "second_moment": "Of modules that were rounded to nearest it is √(Σ E[x²](w − ŵ)² / Σ E[x²]w²), which is the "
-        "same as far as input channels are uncorrelated.",
+        "second_moment": "The error of a matrix that was rounded to nearest is √(Σ E[x²](w − ŵ)² / Σ E[x²]w²) with "
+        "calibration's E[x²]: that of the module's output as far as its input channels are uncorrelated.",
         "none": "Nothing was calibrated: the error is the plain relative error √(Σ(w − ŵ)² / Σw²) of the weights.",
     }
     return (
@@ -173,6 +172,7 @@ def _gptq(contents: dict[str, Any]) -> Iterator[str]:
     nearest = sum(row["nearest_rows"] or 0 for row in solved if not row["fallback"])
     solver = contents["recipe"]["gptq"].get("solver", "fut")
     name = "GPTQ" if solver == "fut" else f"GPTQ, by the solver of {solver},"
+    yield ""
     yield f"{name} solved {kept} of {len(solved)} modules with damping {asked:g}."
     for row in raised:
         yield f"- damping raised to {row['damping']:g} for `{row['name']}`"
@@ -181,6 +181,7 @@ def _gptq(contents: dict[str, Any]) -> Iterator[str]:
     if not raised and not contents["fallbacks"]:
         yield "No damping was raised and no module fell back to rounding to nearest."
     if nearest:
+        yield ""
         yield f"In {nearest} rows of its modules rounding to nearest was the better solution and was kept."
 
 
