@@ -13,16 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fut_convert.quantize.columns import solve_columns
 from fut_convert.quantize.refine import refine_codes
-from fut_convert.quantize.rtn import CODE_OFFSET, HIGHEST, LOWEST, nonzero_divisor, rtn_int4
+from fut_convert.quantize.rtn import rtn_int4
+from fut_convert.quantize.triangular import invert_lower
 from fut_runtime.artifact.fragment import dequantize_int4
 
 #: What damping that is too small is multiplied by, and the largest that is tried: at the mean of the diagonal what is
 #: left of the Hessian's structure is not worth having.
 DAMPING_STEP = 10.0
 MOST_DAMPING = 1.0
-#: Numbers of a matrix whose error is summed at once in FP64.
-_ERROR_CHUNK = 1 << 22
+#: See `error_chunk`.
+_ERROR_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ class HessianFactor:
     """A factorised Hessian.
 
     Attributes:
-        order: columns in the order of their quantization.
+        order: int64 [in], columns in the order of their quantization.
         upper: float32 [in, in], U in that order.
         damping: λ that made it definite, as a share of the mean of the diagonal.
     """
 
-    order: list[int]
+    order: Tensor
     upper: Tensor
     damping: float
 
@@ -98,18 +100,19 @@ def gptq_int4(
         raise ValueError(f"the Hessian of {columns} inputs is {list(hessian.shape)}, expected {[columns, columns]}")
     if not bool(torch.isfinite(hessian).all()):
         raise ValueError("the Hessian holds values that are not finite")
-    hessian = hessian.double()
     codes = rtn_int4(weight, scales, group_size)
     total = row_errors(weight, None, scales, group_size, hessian).sum()
     rounded = row_errors(weight, codes, scales, group_size, hessian)
     factor = factorize(hessian, settings)
     if factor is None:
         return GptqResult(codes, None, indefinite(), len(weight), error_share(rounded, total))
-    solved = solve_columns(weight, scales, group_size, factor, settings.block_size)
+    damping = factor.damping
+    solved = solve_columns(weight, scales, group_size, factor.order, factor.upper, settings.block_size)
+    del factor
     errors = row_errors(weight, solved, scales, group_size, hessian)
     if settings.sweeps:
         swept = refine_codes(
-            weight, solved, scales, group_size, damped_hessian(hessian, factor.damping).to(torch.float32),
+            weight, solved, scales, group_size, damped_hessian(hessian, damping),
             sweeps=settings.sweeps, block_size=settings.block_size,
         )  # fmt: skip
         swept_errors = row_errors(weight, swept, scales, group_size, hessian)
@@ -119,18 +122,17 @@ def gptq_int4(
     nearest = rounded < errors
     codes = torch.where(nearest[:, None], codes, solved)
     error = error_share(torch.where(nearest, rounded, errors), total)
-    return GptqResult(codes, factor.damping, None, int(nearest.sum()), error)
+    return GptqResult(codes, damping, None, int(nearest.sum()), error)
 
 
 def factorize(hessian: Tensor, settings: GptqSettings) -> HessianFactor | None:
     """Order the columns and factorise the inverse of the damped Hessian; None if no damping makes it definite.
 
     Args:
-        hessian: float64 [in, in].
+        hessian: float32 or float64 [in, in].
     """
     diagonal = hessian.diagonal()
-    columns = len(diagonal)
-    order = torch.arange(columns, device=hessian.device)
+    order = torch.arange(len(diagonal), device=hessian.device)
     if settings.act_order:
         order = torch.argsort(diagonal, descending=True, stable=True)
     # H = RRᵀ with R upper triangular is Cholesky's factorisation from the last column to the first, and U = R⁻¹: one
@@ -138,12 +140,15 @@ def factorize(hessian: Tensor, settings: GptqSettings) -> HessianFactor | None:
     backwards = order.flip(0)
     damping = settings.damping
     while True:
-        damped = damped_hessian(hessian, damping)[backwards][:, backwards]
+        # These matrices are gigabytes: at most two of FP64 live at a time.
+        damped = hessian[backwards[:, None], backwards].double()
+        damped.diagonal().add_(_damping_shift(diagonal, damping)[backwards])
         lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not bool(failed):
-            identity = torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
-            upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
-            return HessianFactor(order.tolist(), upper.to(torch.float32).contiguous(), damping)
+            invert_lower(lower)
+            return HessianFactor(order, lower.to(torch.float32).flip(0, 1).contiguous(), damping)
+        del lower
         if damping >= MOST_DAMPING:
             break
         damping = min(MOST_DAMPING, max(damping, 1e-4) * DAMPING_STEP)
@@ -151,39 +156,18 @@ def factorize(hessian: Tensor, settings: GptqSettings) -> HessianFactor | None:
 
 
 def damped_hessian(hessian: Tensor, damping: float) -> Tensor:
-    """H + λI, λ a share of the mean of the diagonal of the columns that were ever active; the others get that mean."""
-    damped = hessian.clone()
-    diagonal = hessian.diagonal()
-    active = diagonal != 0
-    mean = diagonal[active].mean() if bool(active.any()) else diagonal.new_ones(())
-    damped.diagonal().add_(torch.where(active, damping * mean, (1 + damping) * mean))
+    """H + λI in FP32, λ a share of the mean of the diagonal of the columns that were ever active."""
+    damped = hessian.to(torch.float32, copy=True)
+    damped.diagonal().add_(_damping_shift(hessian.diagonal(), damping))
     return damped
 
 
-def solve_columns(weight: Tensor, scales: Tensor, group_size: int, factor: HessianFactor, block_size: int) -> Tensor:
-    """The column loop: uint8 codes [out, in] of float32 weights [out, in]."""
-    order = torch.tensor(factor.order, device=weight.device)
-    # Transposed, so that a column is contiguous.
-    rest = weight.T[order].contiguous()
-    steps = scales.to(torch.float32).T.contiguous()
-    divisors = nonzero_divisor(steps)
-    levels = torch.empty_like(rest, dtype=torch.int8)
-    diagonal = factor.upper.diagonal().tolist()
-    for first in range(0, len(rest), block_size):
-        block = rest[first : first + block_size]
-        last = first + len(block)
-        upper = factor.upper[first:last, first:last]
-        errors = torch.empty_like(block)
-        for i, column in enumerate(block):
-            group = factor.order[first + i] // group_size
-            nearest = (column / divisors[group]).round_().clamp_(LOWEST, HIGHEST)
-            levels[first + i] = nearest
-            torch.sub(column, nearest.mul_(steps[group]), out=errors[i]).div_(diagonal[first + i])
-            block[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
-        rest[last:].addmm_(factor.upper[first:last, last:].T, errors, alpha=-1)
-    codes = torch.empty_like(levels)
-    codes[order] = levels.add_(CODE_OFFSET)
-    return codes.view(torch.uint8).T.contiguous()
+def _damping_shift(diagonal: Tensor, damping: float) -> Tensor:
+    """FP64 [in], what is added to the diagonal: λ, and for a column that was never active the others' mean as well."""
+    diagonal = diagonal.double()
+    active = diagonal != 0
+    mean = diagonal[active].mean() if bool(active.any()) else diagonal.new_ones(())
+    return torch.where(active, damping * mean, (1 + damping) * mean)
 
 
 def indefinite() -> str:
@@ -191,17 +175,27 @@ def indefinite() -> str:
     return f"the Hessian is not positive definite, even with damping {MOST_DAMPING:g}"
 
 
+def error_chunk(device: torch.device) -> int:
+    """Numbers of a matrix, and of the Hessian, whose errors are summed at once."""
+    return _ERROR_CHUNK[device.type]
+
+
 def row_errors(weight: Tensor, codes: Tensor | None, scales: Tensor, group_size: int, hessian: Tensor) -> Tensor:
     """FP64 [out], (w - ŵ) H (w - ŵ)ᵀ of each row, or w H wᵀ without codes."""
-    step = max(1, _ERROR_CHUNK // weight.shape[1])
-    parts = []
-    for first in range(0, len(weight), step):
-        rows = slice(first, first + step)
-        lost = weight[rows].double()
-        if codes is not None:
-            lost -= dequantize_int4(codes[rows], scales[rows])
-        parts.append(((lost @ hessian) * lost).sum(dim=1))
-    return torch.cat(parts)
+    chunk = error_chunk(weight.device)
+    rows, columns = weight.shape
+    errors = torch.zeros(rows, dtype=torch.float64, device=weight.device)
+    # The Hessian in FP64 a panel at a time: as a whole it would be the largest matrix of all.
+    width = height = max(1, chunk // columns)
+    for left in range(0, columns, width):
+        panel = hessian[:, left : left + width].double()
+        for first in range(0, rows, height):
+            part = slice(first, first + height)
+            lost = weight[part].double()
+            if codes is not None:
+                lost -= dequantize_int4(codes[part], scales[part])
+            errors[part] += ((lost @ panel) * lost[:, left : left + width]).sum(dim=1)
+    return errors
 
 
 def error_share(errors: Tensor, total: Tensor) -> float:

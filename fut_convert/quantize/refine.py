@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fut_convert.quantize.columns import column_kernels
 from fut_convert.quantize.rtn import CODE_OFFSET, HIGHEST, LOWEST, nonzero_divisor
 
 
@@ -29,22 +30,30 @@ def refine_codes(
     """
     # Transposed, so that a column is contiguous.
     steps = scales.to(torch.float32).T.contiguous()
-    divisors = nonzero_divisor(steps)
+    groups = torch.div(torch.arange(len(hessian), device=weight.device), group_size, rounding_mode="floor").int()
     levels = codes.T.to(torch.float32).sub_(CODE_OFFSET).contiguous()
-    lost = (levels * steps.repeat_interleave(group_size, dim=0)).sub_(weight.T)
-    diagonal = hessian.diagonal().tolist()
+    lost = (levels.unflatten(0, (-1, group_size)) * steps[:, None]).flatten(0, 1).sub_(weight.T)
+    kernels = column_kernels(weight.device)
+    run = _descent_block if kernels is None else kernels.descent_block
     for _ in range(sweeps):
         for first in range(0, len(lost), block_size):
             last = min(first + block_size, len(lost))
             gradient = hessian[first:last] @ lost
             inside = hessian[first:last, first:last]
-            for i, level in enumerate(levels[first:last]):
-                column = first + i
-                group = column // group_size
-                wanted = (level * steps[group]).sub_(gradient[i], alpha=1 / diagonal[column])
-                best = wanted.div_(divisors[group]).round_().clamp_(LOWEST, HIGHEST)
-                change = (best - level).mul_(steps[group])
-                level.copy_(best)
-                lost[column] += change
-                gradient[i + 1 :].addr_(inside[i + 1 :, i], change)
+            run(gradient, inside, steps, groups[first:last], levels[first:last], lost[first:last])
     return levels.add_(CODE_OFFSET).to(torch.uint8).T.contiguous()
+
+
+def _descent_block(
+    gradient: Tensor, hessian: Tensor, steps: Tensor, groups: Tensor, levels: Tensor, lost: Tensor
+) -> None:
+    """As `column_kernels.descent_block`, but for what it leaves in `gradient`."""
+    diagonal = hessian.diagonal().tolist()
+    divisors = nonzero_divisor(steps)
+    for i, (level, group) in enumerate(zip(levels, groups.tolist(), strict=True)):
+        wanted = (level * steps[group]).sub_(gradient[i], alpha=1 / diagonal[i])
+        best = wanted.div_(divisors[group]).round_().clamp_(LOWEST, HIGHEST)
+        change = (best - level).mul_(steps[group])
+        level.copy_(best)
+        lost[i] += change
+        gradient[i + 1 :].addr_(hessian[i + 1 :, i], change)

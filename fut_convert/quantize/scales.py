@@ -36,6 +36,11 @@ class ScaleRangeError(ConvertError):
     """A scale does not fit in its storage type."""
 
 
+def search_chunk(device: torch.device) -> int:
+    """Weights whose scales are searched at once."""
+    return _CHUNK_CPU if device.type == "cpu" else _CHUNK_GPU
+
+
 def int4_scales(
     weight: Tensor,
     group_size: int,
@@ -76,8 +81,7 @@ def int4_scales(
         importance = None
         if method == "weighted_search":
             importance = _importance(second_moment, weight.shape[1], group_size).to(weight.device)
-        limit = _CHUNK_CPU if weight.device.type == "cpu" else _CHUNK_GPU
-        rows = max(1, limit // weight.shape[1])
+        rows = max(1, search_chunk(weight.device) // weight.shape[1])
         scales = torch.cat(
             [
                 _search(g, m, importance, scale_dtype)
