@@ -105,9 +105,9 @@ def shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, 
     yield shard
 
 
-def write_checkpoint(root: Path, layers: int) -> int:
-    """Write the checkpoint; returns the bytes of its weights."""
-    config = CONFIG | {"num_hidden_layers": layers}
+def write_checkpoint(root: Path, layers: int, shape: dict[str, Any] = CONFIG) -> int:
+    """Write a checkpoint of a shape with so many layers; returns the bytes of its weights."""
+    config = shape | {"num_hidden_layers": layers}
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(config, indent=2))
     (root / "tokenizer.json").write_text(json.dumps(TOKENIZER))

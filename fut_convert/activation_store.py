@@ -39,6 +39,7 @@ class ActivationStore:
         self.place = place
         self._device = device
         self._tensor: Tensor | None = None
+        self._registered = False
         self._descriptor = -1
         self._path = path
         if place == "disk":
@@ -47,9 +48,14 @@ class ActivationStore:
             with os_errors(path, "cannot be made"):
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         else:
-            pinned = place == "host" and device.type == "cuda"
             where = device if place == "device" else torch.device("cpu")
-            self._tensor = torch.empty(shape, dtype=ACTIVATION_DTYPE, device=where, pin_memory=pinned)
+            self._tensor = torch.empty(shape, dtype=ACTIVATION_DTYPE, device=where)
+            if place == "host" and device.type == "cuda":
+                # PyTorch's own pinned memory would round gigabytes up to a power of two. Where the system refuses to
+                # pin so much, copies are slower and no more.
+                self._registered = (
+                    int(torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self.nbytes, 0)) == 0
+                )
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +103,8 @@ class ActivationStore:
 
     def close(self) -> None:
         """Give the room back; does nothing the second time."""
+        if self._registered and self._tensor is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
         self._tensor = None
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -22,7 +22,7 @@ from fut_runtime.reference.projection import Projection
 from fut_runtime.rope import rope_tables
 
 #: Bytes of the widest intermediate (gate and up, FP32) of the windows that run together.
-_BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
+_BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 
 #: What `uncalibrated_scales` allows for: doublings of the residual stream's maximum a block (attention or MLP) and in
 #: all, and fixed E4M3 scales of the attention's output and of silu(gate)·up.

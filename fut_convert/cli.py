@@ -34,6 +34,8 @@ _RECIPE_OPTIONS = {
     "max_shard_gb": "max_shard_gb",
 }
 
+_GIGABYTES = click.FloatRange(0, min_open=True)
+
 
 def _list(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",")]
@@ -74,6 +76,8 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
     help="UTF-8 text to measure checkpoint and artifact on, for the report.",
 )
 @click.option("--evaluate-windows", type=click.IntRange(1), metavar="N", help="Only the first N windows of it.")
+@click.option("--device-memory", type=_GIGABYTES, metavar="GB", help="Device memory to use; all that is free.")
+@click.option("--host-memory", type=_GIGABYTES, metavar="GB", help="Memory to use; all that is free.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing artifact, once the new one is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew, where an interrupted run left layers that are done.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
@@ -104,6 +108,7 @@ def main(
     terminated.
     """
     prepare_streams()
+    budget = {name: options.pop(name) for name in ("device_memory", "host_memory")}
     overrides: dict[str, Any] = {key: options[name] for name, key in _RECIPE_OPTIONS.items()}
     if no_calibration:
         idle = [name for name, key in _RECIPE_OPTIONS.items() if key.startswith("calibration.") and options[name]]
@@ -117,7 +122,10 @@ def main(
     reporting = {"report": report, "evaluate": evaluate, "evaluate_windows": evaluate_windows}
     with reported_errors("interrupted; nothing was left behind"), terminable():
         try:
-            _run(model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json, reporting)
+            _run(
+                model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json,
+                budget | reporting,
+            )  # fmt: skip
         except RecipeError as error:
             raise click.UsageError(str(error)) from error
 
@@ -136,7 +144,7 @@ def _say_what_is_kept(out: Path, error: BaseException) -> None:
 
 def _run(
     model: str, out: Path, recipe: str, overrides: dict[str, Any], revision: str | None, device: str, overwrite: bool,
-    restart: bool, dry_run: bool, as_json: bool, reporting: dict[str, Any],
+    restart: bool, dry_run: bool, as_json: bool, further: dict[str, Any],
 ) -> None:  # fmt: skip
     # Imported here: PyTorch takes seconds to load, and --help should not.
     from fut_convert.pipeline import convert, plan_conversion
@@ -144,15 +152,9 @@ def _run(
 
     if dry_run:
         plan = plan_conversion(
-            model,
-            out,
-            recipe=recipe,
-            overrides=overrides,
-            revision=revision,
-            device=device,
-            overwrite=overwrite,
-            **reporting,
-        )
+            model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite,
+            **further,
+        )  # fmt: skip
         if as_json:
             click.echo(json.dumps(plan.to_dict()))
         else:
@@ -164,7 +166,7 @@ def _run(
             result = convert(
                 model, out, recipe=recipe, overrides=overrides, revision=revision, device=device, overwrite=overwrite,
                 restart=restart, progress=display.progress, on_plan=display.show_plan, on_resume=display.show_resume,
-                **reporting,
+                **further,
             )  # fmt: skip
         except BaseException as error:
             if display.started:

@@ -30,7 +30,7 @@ _GPU_BLOCK_BYTES = 8
 #: FP32 copies of gate and up that live at once while a batch of calibration windows passes the MLP on a CPU.
 _WIDE_COPIES = 5
 #: While GPTQ works on a module: bytes an entry of its Hessian takes (FP64 factors), and bytes a weight takes.
-_HESSIAN_BYTES = 48
+_HESSIAN_BYTES = 28
 _SOLVER_BYTES = 20
 #: Bytes a weight takes while a matrix is read or dequantised to run it, and copies of logits while they are scored.
 _MATRIX_BYTES = 14
@@ -46,13 +46,16 @@ def estimate_host_bytes(
     manifest: Manifest,
     windows: CalibrationWindows | None,
     device: torch.device,
+    place: str,
     *,
     depth: CalibrationWindows | None = None,
     evaluation: CalibrationWindows | None = None,
 ) -> int:
     """Peak of the process's memory: blocks of rows, and with calibration the embedding or a layer with its states.
 
-    `depth` and `evaluation` are what the report measures on afterwards, when all that is given back.
+    Args:
+        place: where the activations of all calibration windows are kept, one of `activation_store.PLACES`.
+        depth, evaluation: what the report measures on afterwards, when all that is given back.
     """
     model = manifest.model
     weights = {m: model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES}
@@ -62,45 +65,47 @@ def estimate_host_bytes(
     fixed = _PROCESS_BYTES + workers * (_WORKER_BYTES + (_CPU_BLOCK_BYTES if on_cpu else _GPU_BLOCK_BYTES) * block)
     if not on_cpu:
         fixed += _CUDA_BYTES
-    reported = _report_bytes(source, manifest, device, depth, evaluation)
+    element = 2 if source.dtype in ("BF16", "F16") else 4
+    reported = _report_host_bytes(element, manifest, device, depth, evaluation)
     if windows is None:
         return fixed + reported
-    element = 2 if source.dtype in ("BF16", "F16") else 4
     # A stacked module exists in parts and as a whole while it is put together.
     layer = element * (sum(weights.values()) + max(weights.values()))
+    if not on_cpu:
+        # The layer that is read ahead.
+        layer += element * sum(weights.values())
     if on_cpu:
         count, tokens = windows.ids.shape
         if source.dtype != "BF16":
             layer += 2 * sum(weights.values())
         wide = 4 * tokens * 2 * model.intermediate_size
         wide *= _WIDE_COPIES * min(count, windows_at_once(model, tokens, device))
-        layer += 2 * windows.tokens * model.hidden_size
         solver = _solver_bytes(manifest)
         if solver:
-            # The states behind the quantized layers and what they attended to; the layer's codes, and it in BF16.
-            layer += 2 * windows.tokens * (model.hidden_size + model.module_shape("o")[1])
+            # The layer's codes, and it in BF16.
             layer += 3 * sum(weights.values())
         layer += max(wide, solver)
+    if place == "host" or (on_cpu and place == "device"):
+        layer += 2 * windows.tokens * model.hidden_size
+        if _solver_bytes(manifest):
+            # The states behind the quantized layers and what they attended to.
+            layer += 2 * windows.tokens * (model.hidden_size + model.module_shape("o")[1])
     embedding = element * model.vocab_size * model.hidden_size
     return fixed + max(layer, embedding, reported)
 
 
-def _report_bytes(
-    source: Source,
+def report_bytes(
     manifest: Manifest,
     device: torch.device,
+    *,
     depth: CalibrationWindows | None,
     evaluation: CalibrationWindows | None,
 ) -> int:
-    """What running single layers of the checkpoint and of the artifact takes, for the depth and for the accuracy."""
+    """What running single layers of the checkpoint and of the artifact takes where they run, for depth and accuracy."""
     if depth is None and evaluation is None:
         return 0
     model = manifest.model
     matrix = max(model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES)
-    embedding = model.vocab_size * model.hidden_size
-    element = 2 if source.dtype in ("BF16", "F16") else 4
-    if device.type != "cpu":
-        return _PLOT_BYTES + 2 * element * max(matrix, embedding)
     widest, states = 0, 0
     if depth is not None:
         widest = 2 * depth.tokens
@@ -108,10 +113,28 @@ def _report_bytes(
     if evaluation is not None:
         count, tokens = evaluation.ids.shape
         widest = max(widest, tokens * min(count, windows_at_once_streamed(model, tokens, device)))
-        states = max(states, 2 * 4 * evaluation.tokens * model.hidden_size + 8 * embedding)
+        states = max(states, 2 * 4 * evaluation.tokens * model.hidden_size + 8 * model.vocab_size * model.hidden_size)
         states += _LOGIT_COPIES * 4 * LOGIT_ROWS * model.vocab_size
-    wide = _WIDE_COPIES * 4 * widest * 2 * model.intermediate_size
-    return _PLOT_BYTES + _MATRIX_BYTES * matrix + max(element * embedding, wide + states)
+    return _MATRIX_BYTES * matrix + _WIDE_COPIES * 4 * widest * 2 * model.intermediate_size + states
+
+
+def _report_host_bytes(
+    element: int,
+    manifest: Manifest,
+    device: torch.device,
+    depth: CalibrationWindows | None,
+    evaluation: CalibrationWindows | None,
+) -> int:
+    """What the report takes of the process's memory, from a checkpoint of `element` bytes a weight."""
+    if depth is None and evaluation is None:
+        return 0
+    model = manifest.model
+    embedding = element * model.vocab_size * model.hidden_size
+    matrix = max(model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES)
+    if device.type != "cpu":
+        return _PLOT_BYTES + 2 * max(element * matrix, embedding)
+    running = report_bytes(manifest, device, depth=depth, evaluation=evaluation)
+    return _PLOT_BYTES + max(running, _MATRIX_BYTES * matrix + embedding)
 
 
 def _solver_bytes(manifest: Manifest) -> int:

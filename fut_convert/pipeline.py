@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fut_convert.activation_store import ActivationStore
 from fut_convert.calibration import Calibration, LayerStatistics, calibration_layer, uncalibrated_scales
 from fut_convert.checkpoint_model import (
     Rows,
@@ -26,8 +28,10 @@ from fut_convert.checkpoint_model import (
 from fut_convert.errors import ConvertError
 from fut_convert.gptq_layers import GptqLayers
 from fut_convert.memory import peak_host_bytes
+from fut_convert.memory_budget import MemoryBudget
 from fut_convert.plan import LOG_FILE, Plan, make_plan
 from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
+from fut_convert.read_ahead import ReadAhead
 from fut_convert.recipe import Recipe, load_recipe, uses_gptq
 from fut_convert.report.measure import Measurements, finishing, measure
 from fut_convert.report.options import ReportOptions
@@ -64,15 +68,18 @@ def plan_conversion(
     token: str | None = None,
     device: str | torch.device = "cpu",
     overwrite: bool = False,
+    device_memory: float | None = None,
+    host_memory: float | None = None,
     report: bool = True,
     evaluate: str | Path | None = None,
     evaluate_windows: int | None = None,
 ) -> Plan:
     """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`."""
     resolved = load_recipe(recipe, overrides)
+    budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows)
     with open_source(model, revision=revision, token=token) as source:
-        return make_plan(source, resolved, Path(out), _device(device), overwrite=overwrite, report=options)
+        return make_plan(source, resolved, Path(out), _device(device), budget, overwrite=overwrite, report=options)
 
 
 def convert(
@@ -85,6 +92,8 @@ def convert(
     token: str | None = None,
     device: str | torch.device = "cpu",
     overwrite: bool = False,
+    device_memory: float | None = None,
+    host_memory: float | None = None,
     restart: bool = False,
     report: bool = True,
     evaluate: str | Path | None = None,
@@ -104,6 +113,9 @@ def convert(
         token: Hub only: access token; that of the environment or of the Hub's login when None.
         device: torch device that calibrates and quantizes.
         overwrite: replace an existing artifact, once the new one is whole.
+        device_memory, host_memory: GB that may be used of the CUDA device's and of the host's memory; what is free when
+            None. The activations of calibration's windows are kept on the device if there is room, else in host memory,
+            else in a file beside the artifact.
         restart: begin anew where an interrupted conversion left layers that are done; without it this one goes on from
             there, provided that it is the same conversion.
         report: write `report.md`, `report.json` and plots beside the artifact's sealed files.
@@ -118,11 +130,12 @@ def convert(
     """
     device = _device(device)
     resolved = load_recipe(recipe, overrides)
+    budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows)
     progress = progress or (lambda *_: None)
     with StepClock(device) as clock, open_source(model, revision=revision, token=token) as source:
         with clock("plan"):
-            plan = make_plan(source, resolved, Path(out), device, overwrite=overwrite, report=options)
+            plan = make_plan(source, resolved, Path(out), device, budget, overwrite=overwrite, report=options)
         if on_plan is not None:
             on_plan(plan)
         plan.require_feasible()
@@ -133,10 +146,11 @@ def convert(
         ) as writer:
             if writer.resumed is not None and on_resume is not None:
                 on_resume(writer.resumed.state[LAYERS_DONE], plan.manifest.model.num_layers)
-            with Workers(worker_count(device)) as workers:
-                conversion = _Conversion(source, plan, writer, workers, device, clock, progress)
+            with Workers(worker_count(device)) as workers, ReadAhead(source, device) as reader:
+                conversion = _Conversion(source, reader, plan, writer, workers, device, clock, progress)
                 try:
-                    conversion.run()
+                    with conversion:
+                        conversion.run()
                 except ConvertError:
                     # Of the checkpoint, the recipe or the text: the next run would end here too, or be another one.
                     writer.forget()
@@ -180,6 +194,7 @@ class _Conversion:
     def __init__(
         self,
         source: Source,
+        reader: ReadAhead,
         plan: Plan,
         writer: ArtifactWriter,
         workers: Workers,
@@ -187,13 +202,22 @@ class _Conversion:
         clock: StepClock,
         progress: Progress,
     ) -> None:
-        self.source, self.plan, self.writer, self.workers, self.device = source, plan, writer, workers, device
+        self.source, self.reader = source, reader
+        self.plan, self.writer, self.workers, self.device = plan, writer, workers, device
         self.clock, self.progress = clock, progress
         self.model = plan.manifest.model
         self.module_error: dict[str, float] = {}
         self.calibration: Calibration | None = None
         self.gptq: GptqLayers | None = None
         self.embed_amax = 0.0
+
+    def __enter__(self) -> _Conversion:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for holder in (self.calibration, self.gptq):
+            if holder is not None:
+                holder.hidden.close()
 
     def run(self) -> None:
         """Write every tensor that no interrupted conversion has written."""
@@ -255,7 +279,7 @@ class _Conversion:
     def load(self, name: str) -> Tensor:
         """Read a tensor of the checkpoint."""
         with self.clock("read"):
-            return self.source.load(name)
+            return self.reader.load(name)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor of the artifact."""
@@ -286,9 +310,16 @@ class _Conversion:
             return
         ids = self.plan.windows.ids
         with self.clock("calibrate"):
-            self.calibration = Calibration(self.model, ids, embed, self.device)
+            self.calibration = Calibration(self.model, ids, embed, self.device, partial(self._room, "calibration"))
         if uses_gptq(self.plan.recipe):
-            self.gptq = GptqLayers(self.plan.manifest, self.plan.recipe.gptq, ids, embed, self.device)
+            room = partial(self._room, "gptq")
+            self.gptq = GptqLayers(self.plan.manifest, self.plan.recipe.gptq, ids, embed, self.device, room)
+
+    def _room(self, owner: str, name: str, shape: tuple[int, int, int]) -> ActivationStore:
+        """Room for activations where the plan has them."""
+        place = self.plan.memory.place
+        path = self.writer.work_file(f"{owner}-{name}") if place == "disk" else None
+        return ActivationStore(shape, self.device, place, path)
 
     def _layer(self, layer: int) -> None:
         prefix = f"layers.{layer}"
@@ -312,6 +343,7 @@ class _Conversion:
                 self._module(f"{prefix}.{module}", rows, gains.get(module), None)
             return
         weights = {m: module_weight(self.load, layer, m) for m in MODULES}
+        self.reader.announce(layer + 1)
         statistics = self._calibrate(layer, weights, gains, biases, norms)
         self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
         chosen: dict[str, Int4Codes] = {}
@@ -386,6 +418,15 @@ def _report_options(report: bool, evaluate: str | Path | None, windows: int | No
     if evaluate is None or not report:
         raise ConvertError("evaluate_windows needs a text to evaluate on, and evaluating needs a report to stand in")
     return ReportOptions(report, Path(evaluate), windows)
+
+
+def _budget(device_memory: float | None, host_memory: float | None) -> MemoryBudget:
+    """The budget of so many GB; None counts on what is free."""
+    for value in (device_memory, host_memory):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConvertError(f"a memory budget is {value!r}, expected a number of GB above 0")
+    host, on_device = (None if gb is None else int(gb * 1e9) for gb in (host_memory, device_memory))
+    return MemoryBudget(host, on_device)
 
 
 def _device(device: str | torch.device) -> torch.device:

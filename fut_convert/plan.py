@@ -13,7 +13,7 @@ from fut_convert.calibration_text import CalibrationWindows, calibration_windows
 from fut_convert.errors import PreflightError
 from fut_convert.evaluation_text import evaluation_windows
 from fut_convert.manifest import build_manifest
-from fut_convert.memory import available_bytes, estimate_host_bytes
+from fut_convert.memory_budget import MemoryBudget, MemoryPlan, plan_memory
 from fut_convert.quantize.auto_gptq import auto_gptq_problem
 from fut_convert.recipe import AUTO, Recipe, uses_gptq
 from fut_convert.report.options import ReportOptions, depth_windows
@@ -62,8 +62,8 @@ class Plan:
         rows: storage of each kind of module.
         output_bytes: data of all tensors and side files.
         free_bytes: free disk space where the artifact goes.
-        memory_bytes: estimated peak of the process's memory.
-        available_memory_bytes: memory that is free now.
+        memory: what will be used of the host's and the device's, and where calibration keeps its activations.
+        scratch_bytes: disk space needed beside the artifact until it is sealed.
         warnings, errors: complete messages; any error forbids the conversion.
         depth: windows to measure the error through the depth on, for the report.
         evaluation: windows to measure the artifact's accuracy on, where a text was given.
@@ -75,14 +75,24 @@ class Plan:
     input_bytes: int
     output_bytes: int
     free_bytes: int
-    memory_bytes: int
-    available_memory_bytes: int
+    memory: MemoryPlan
+    scratch_bytes: int
     side_files: tuple[SideFile, ...]
     windows: CalibrationWindows | None
     warnings: tuple[str, ...]
     errors: tuple[str, ...]
     depth: CalibrationWindows | None = None
     evaluation: CalibrationWindows | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimated peak of the process's memory."""
+        return self.memory.host_bytes
+
+    @property
+    def available_memory_bytes(self) -> int:
+        """Memory that the process may use."""
+        return self.memory.host_limit
 
     def require_feasible(self) -> None:
         """Raise PreflightError with every reason why the conversion cannot succeed."""
@@ -103,8 +113,14 @@ class Plan:
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
             "free_bytes": self.free_bytes,
+            "scratch_bytes": self.scratch_bytes,
             "memory_bytes": self.memory_bytes,
             "available_memory_bytes": self.available_memory_bytes,
+            "device_memory_bytes": self.memory.device_bytes,
+            "available_device_memory_bytes": self.memory.device_limit,
+            "device_steps": self.memory.device_steps,
+            "activation_bytes": self.memory.activation_bytes,
+            "activation_place": self.memory.place,
             "side_files": [name for name, _ in self.side_files],
             "warnings": list(self.warnings),
             "errors": list(self.errors),
@@ -116,6 +132,7 @@ def make_plan(
     recipe: Recipe,
     out: Path,
     device: torch.device,
+    budget: MemoryBudget | None = None,
     *,
     overwrite: bool = False,
     report: ReportOptions = _DEFAULT_REPORT,
@@ -163,19 +180,19 @@ def make_plan(
     output_bytes = sum(t.nbytes for t in all_tensors(manifest)) + side_bytes
     place = _existing_parent(out)
     free = shutil.disk_usage(place).free
-    if output_bytes > free:
+    depth = depth_windows(windows, evaluation) if report.enabled else None
+    memory = plan_memory(
+        source, manifest, windows, device, budget or MemoryBudget(), depth=depth, evaluation=evaluation
+    )
+    warnings += memory.problems()
+    scratch = memory.scratch_bytes
+    if output_bytes + scratch > free:
+        beside = f" and {_size(scratch)} beside it until it is whole" if scratch else ""
         errors.append(
-            f"{out}: the artifact needs {_size(output_bytes)}, and {_size(free)} are free there; "
+            f"{out}: the artifact needs {_size(output_bytes)}{beside}, and {_size(free)} are free there; "
             "free some space or choose another place"
         )
     errors += _target_problems(source, out, place, overwrite)
-    depth = depth_windows(windows, evaluation) if report.enabled else None
-    memory = estimate_host_bytes(source, manifest, windows, device, depth=depth, evaluation=evaluation)
-    available = available_bytes()
-    if memory > available:
-        warnings.append(
-            f"the conversion needs about {memory / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
-        )
     return Plan(
         manifest=manifest,
         recipe=recipe,
@@ -183,8 +200,8 @@ def make_plan(
         input_bytes=source.total_bytes,
         output_bytes=output_bytes,
         free_bytes=free,
-        memory_bytes=memory,
-        available_memory_bytes=available,
+        memory=memory,
+        scratch_bytes=scratch,
         side_files=tuple(side_files),
         windows=windows,
         warnings=tuple(warnings),

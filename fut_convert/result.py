@@ -55,8 +55,9 @@ class ConversionResult:
             "seconds": self.seconds,
             "step_seconds": self.step_seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
-            "estimated_memory_bytes": self.plan.memory_bytes,
+            "estimated_memory_bytes": self.plan.memory.host_bytes,
             "peak_device_bytes": self.peak_device_bytes,
+            "estimated_device_bytes": self.plan.memory.device_bytes,
             # The squares of weights near the largest float have no finite sum.
             "module_error": finite(self.module_error),
             "gptq": self.gptq,

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fut_runtime.artifact.staging import staging_path
 LAYERS_DONE = "layers_done"
 LAYERS = "layers"
 #: Share of a conversion's time that saving its progress may take.
-_SAVING_SHARE = 0.1
+_SAVING_SHARE = 0.05
 
 
 def conversion_inputs(source: Source, manifest: Manifest, device: torch.device) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def conversion_inputs(source: Source, manifest: Manifest, device: torch.device) 
 
 
 class SavePace:
-    """Says when progress is worth saving: after every layer, unless that takes more than a tenth of the time."""
+    """Says when progress is worth saving: after every layer, unless that takes more than a twentieth of the time."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -77,7 +78,14 @@ def _files(source: Source) -> dict[str, list[int]]:
     return {name: [s.st_size] if pinned else [s.st_size, s.st_mtime_ns] for name, s in found.items()}
 
 
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
 def _processor(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return f"{torch.cuda.get_device_name(device)}, Triton {_version('triton')}"
     return f"CPU with {torch.backends.cpu.get_cpu_capability()}"

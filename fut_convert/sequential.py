@@ -82,9 +82,10 @@ class SequentialCalibration(Calibration):
         """Mean of xxᵀ, FP32 [in, in], over inputs [tokens, in] that are rounded to 16 bits first."""
         total, count = torch.zeros((), device=self.device), 0
         for x in inputs:
-            total = total + outer_products(x.to(ACTIVATION_DTYPE))
+            product = outer_products(x.to(ACTIVATION_DTYPE))
+            total = product if count == 0 else total.add_(product)
             count += len(x)
-        return total / count
+        return total.div_(count)
 
 
 def outer_products(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fut_convert.memory_budget import MemoryPlan
 from fut_convert.plan import Plan
 from fut_convert.report.wording import percent, size
 from fut_convert.result import ConversionResult
@@ -37,7 +38,7 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
         *([f"padded: {', '.join(padded)}"] if padded else []),
         f"input {size(plan.input_bytes)}, artifact {size(plan.output_bytes)} "
         f"({size(plan.free_bytes)} free in {out.parent})",
-        f"memory about {size(plan.memory_bytes)} ({size(plan.available_memory_bytes)} free)",
+        *_memory_lines(plan.memory),
         "no calibration" if calibration is None else f"calibration: {_text(calibration)}",
         *([] if plan.evaluation is None else [f"evaluation: {_text(plan.evaluation.record)}"]),
         f"side files: {', '.join(shown(name) for name, _ in plan.side_files) or 'none'}",
@@ -45,6 +46,18 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)
     _print_warnings(plan, console)
+
+
+def _memory_lines(memory: MemoryPlan) -> list[str]:
+    lines = [f"memory about {size(memory.host_bytes)} ({size(memory.host_limit)} free)"]
+    if memory.device_bytes is not None and memory.device_limit is not None:
+        lines.append(f"device memory about {size(memory.device_bytes)} ({size(memory.device_limit)} free)")
+    if memory.activation_bytes:
+        where = {"device": "on the device" if memory.device_steps else "in memory", "host": "in host memory"}
+        lines.append(
+            f"activations of all windows: {size(memory.activation_bytes)} {where.get(memory.place, 'on the disk')}"
+        )
+    return lines
 
 
 def _plan_table(plan: Plan) -> Table:
@@ -81,9 +94,10 @@ def print_result(result: ConversionResult) -> None:
         f"{step} {100 * s / busy:.0f} %" for step, s in sorted(result.step_seconds.items(), key=lambda i: -i[1])
     )
     table.add_row("time", f"{seconds:.1f} s ({plan.input_bytes / 1e9 / seconds:.3f} GB of input a second): {shares}")
-    table.add_row("memory", f"{size(result.peak_memory_bytes)} at most (estimated {size(plan.memory_bytes)})")
+    table.add_row("memory", f"{size(result.peak_memory_bytes)} at most (estimated {size(plan.memory.host_bytes)})")
     if result.peak_device_bytes is not None:
-        table.add_row("device memory", f"{size(result.peak_device_bytes)} at most")
+        predicted = size(plan.memory.device_bytes or 0)
+        table.add_row("device memory", f"{size(result.peak_device_bytes)} at most (predicted {predicted})")
     for weight_format in plan.recipe.weights:
         errors = {n: e for n, e in result.module_error.items() if n.endswith(f".{weight_format}")}
         if errors and weight_format != "bf16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -224,7 +225,7 @@ main()
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_and_kill_leave_nothing_and_a_later_run_works(
+def test_ctrl_c_and_kill_leave_nothing_unsaid_and_a_later_run_works(
     tiny_checkpoint: Make, tmp_path: Path, number: int, exit_code: int
 ) -> None:
     checkpoint, out = tiny_checkpoint(layers=8), tmp_path / "out"
@@ -237,8 +238,13 @@ def test_ctrl_c_and_kill_leave_nothing_and_a_later_run_works(
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == exit_code, stderr
-    assert stderr.splitlines()[-1] == "interrupted; nothing was left behind"
-    assert [p.name for p in tmp_path.iterdir()] == [checkpoint.name]
+    said = stderr.splitlines()[-1]
+    if said == "interrupted; nothing was left behind":
+        assert [p.name for p in tmp_path.iterdir()] == [checkpoint.name]
+    else:  # on a busy machine the signal may come after the first layer
+        assert re.fullmatch(r"interrupted; out\.partial keeps \d of 8 layers: the same command goes on .*", said), (
+            stderr
+        )
     assert run(*args).exit_code == 0
     Artifact.open(out, verify=True)
 

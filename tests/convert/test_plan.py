@@ -139,7 +139,9 @@ def test_a_disk_too_small_is_refused_before_any_work(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, out = tiny_checkpoint(), tmp_path / "new" / "deep" / "out"
-    needed = plan_of(checkpoint, out).output_bytes
+    first = plan_of(checkpoint, out)
+    needed = first.output_bytes + first.scratch_bytes
+    assert first.scratch_bytes > 0
     asked = disk(monkeypatch, needed - 1)
     plan = plan_of(checkpoint, out)
     assert asked == [tmp_path] and plan.free_bytes == needed - 1
@@ -152,7 +154,7 @@ def test_a_disk_too_small_is_refused_before_any_work(
 
 
 def test_too_little_memory_is_a_warning(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fut_convert.plan.available_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("fut_convert.memory_budget.available_bytes", lambda: 100_000_000)
     plan = plan_of(tiny_checkpoint(), tmp_path / "out")
     assert not plan.errors
     assert any("GB of memory, and 0.1 GB are free" in w for w in plan.warnings)

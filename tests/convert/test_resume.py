@@ -231,14 +231,14 @@ def test_the_program_begins_anew_on_request(tiny_checkpoint: Make, tmp_path: Pat
         assert "going on" not in CliRunner().invoke(main, [*arguments, "--restart"]).stderr
 
 
-def test_saving_takes_a_tenth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_takes_a_twentieth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("fut_convert.resume.time.monotonic", lambda: now[0])
     pace = SavePace()
     assert pace.due, "the first layer is saved, for nobody knows yet what that costs"
     with pace.saving():
         now[0] += 2
-    now[0] += 19
+    now[0] += 39
     assert not pace.due
     now[0] += 1
     assert pace.due
