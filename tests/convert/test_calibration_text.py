@@ -143,7 +143,7 @@ def test_tokens_much_longer_than_usual_are_no_obstacle() -> None:
     text = ("=" * 90 + "word") * 4000
     whole = raw.encode(text).ids
     for wanted in (1, 200, 3000, len(whole), 10**6):
-        assert calibration_text._first_tokens(calibration_text.Tokenizer(raw), lambda n: text, wanted) == whole[:wanted]
+        assert calibration_text.first_tokens(calibration_text.Tokenizer(raw), lambda n: text, wanted) == whole[:wanted]
 
 
 def test_texts_that_cannot_be_used_are_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
