@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "../host/error.h"
+#include "../host/kernel_attributes.h"
 #include "attention.cuh"
 #include "attention_kernel.cuh"
 
@@ -93,6 +94,8 @@ cudaError_t launch_traits(const AttentionCall& call, AttentionParams params, cud
   params.stages = std::min((kSharedBytes - Layout::ring(params.group)) / Traits::kSlotBytes, kMaxStages);
   const int shared_bytes = Layout::bytes(params.group, params.stages);
   error = cudaFuncSetAttribute(attend_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  error = share_multiprocessor(attend_kernel<Traits>);
   if (error != cudaSuccess) return error;
   bool dependent = call.dependent;
   if (call.chunked) {

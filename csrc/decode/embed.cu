@@ -1,5 +1,6 @@
 #include <cuda_bf16.h>
 
+#include "../host/kernel_attributes.h"
 #include "../ptx/dependency.cuh"
 #include "embed.h"
 
@@ -33,6 +34,8 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_embed(const void* embed, const int32_t* token, void* h, float* square_sums, int rows, int hidden,
                          cudaStream_t stream) {
+  const cudaError_t shared = share_multiprocessor(embed_rows);
+  if (shared != cudaSuccess) return shared;
   const dim3 grid((hidden + kThreads - 1) / kThreads, rows);
   embed_rows<<<grid, kThreads, 0, stream>>>(static_cast<const __nv_bfloat16*>(embed), token,
                                             static_cast<__nv_bfloat16*>(h), square_sums, hidden);

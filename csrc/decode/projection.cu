@@ -1,5 +1,8 @@
 // Chooses how a product is spread over the card, and launches it.
 
+#include <atomic>
+
+#include "../host/kernel_attributes.h"
 #include "projection.cuh"
 #include "projection.h"
 
@@ -14,17 +17,51 @@ constexpr int kActivationBudget = 40 * 1024;
 constexpr int kMostStages = 8;
 constexpr int kMostSlots = 4;
 
+// Clusters of `cluster` blocks that the card runs at once, one block an SM: what does not fit would run as a second
+// wave. Its graphics clusters differ in their number of SMs, so it is less than the number of SMs suggests.
+template <class Kernel>
+cudaError_t clusters_at_once(Kernel kernel, int cluster, const CardLimits& card, int* count) {
+  *count = card.sm_count;
+  if (cluster == 1) return cudaSuccess;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(card.sm_count / cluster * cluster);
+  config.blockDim = dim3(kProjectionThreads);
+  config.dynamicSmemBytes = card.shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(count, kernel, &config);
+}
+
 template <int kFormat, int kGroup, int kTokenTiles, int kRowTiles>
 cudaError_t launch(ProjectionParams p, const CardLimits& card, bool dependent, cudaStream_t stream) {
   const auto kernel = project<kFormat, kGroup, kTokenTiles, kRowTiles>;
-  const auto fits = [&](int bytes) { return SharedLayout(p, kFormat, kGroup, kTokenTiles, kRowTiles).total <= bytes; };
+  const auto fits = [&](int bytes) {
+    return ProjectionLayout(p, kFormat, kGroup, kTokenTiles, kRowTiles).total <= bytes;
+  };
   const auto activations = [&] { return p.tokens * (2 * local_columns(p) + 64); };
   p.stages = 2;
   p.slots = 1;
   for (p.cluster = 1; p.cluster < kSlices && activations() > kActivationBudget;) p.cluster *= 2;
   if (!fits(card.shared_bytes)) return cudaErrorInvalidConfiguration;
+  // Attributes of the function and what the card makes of it, asked for once in the process; twice is harmless.
+  static std::atomic<int> at_once[kSlices + 1];
+  int most_clusters = at_once[p.cluster];
+  if (most_clusters == 0) {
+    cudaError_t error = share_multiprocessor(kernel);
+    if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
+    if (error != cudaSuccess) return error;
+    error = clusters_at_once(kernel, p.cluster, card, &most_clusters);
+    if (error != cudaSuccess) return error;
+    if (most_clusters < 1) return cudaErrorInvalidConfiguration;
+    at_once[p.cluster] = most_clusters;
+  }
   const int tiles_a_round = p.cluster * kRowTiles;
-  const int clusters = min(card.sm_count / p.cluster, (p.tiles + tiles_a_round - 1) / tiles_a_round);
+  const int clusters = min(most_clusters, (p.tiles + tiles_a_round - 1) / tiles_a_round);
   const int budget = fits(kSharedForTwo) ? kSharedForTwo : card.shared_bytes;
   const auto grow = [&](int32_t& count, int most) {
     while (count < most) {
@@ -38,14 +75,7 @@ cudaError_t launch(ProjectionParams p, const CardLimits& card, bool dependent, c
   grow(p.slots, 2);
   grow(p.stages, kMostStages);
   grow(p.slots, kMostSlots);
-  const int bytes = SharedLayout(p, kFormat, kGroup, kTokenTiles, kRowTiles).total;
-  static bool raised = false;  // a function's attributes hold for the process; setting them twice is harmless
-  if (!raised) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
-    if (error != cudaSuccess) return error;
-    raised = true;
-  }
+  const int bytes = ProjectionLayout(p, kFormat, kGroup, kTokenTiles, kRowTiles).total;
   cudaLaunchAttribute attributes[2];
   int count = 0;
   if (p.cluster > 1) {
@@ -186,6 +216,8 @@ cudaError_t launch_projection(const fut_matrix& m, const ProjectionInput& input,
 }
 
 cudaError_t launch_square_sums(const void* x, float* sums, int rows, int cols, bool dependent, cudaStream_t stream) {
+  const cudaError_t shared = share_multiprocessor(sum_squares);
+  if (shared != cudaSuccess) return shared;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

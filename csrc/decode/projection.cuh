@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kProjectionThreads, kTokenTiles == 1 ? 2 : 1) 
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int cluster = p.cluster, local_slices = kSlices / cluster;
   const int rank = blockIdx.x % cluster, cluster_id = blockIdx.x / cluster, clusters = gridDim.x / cluster;
-  const SharedLayout at(p, kFormat, kGroup, kTokenTiles, kRowTiles);
+  const ProjectionLayout at(p, kFormat, kGroup, kTokenTiles, kRowTiles);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + at.barriers);
   uint64_t* slot_full = barriers + kProjectionWarps * p.stages;
   uint64_t* slot_free = slot_full + p.slots;  // [slot][CTA of the cluster that finishes the rows]

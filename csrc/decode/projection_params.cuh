@@ -75,12 +75,13 @@ inline __host__ __device__ int local_columns(const ProjectionParams& p) {
 }
 
 // Byte offsets into a CTA's dynamic shared memory.
-struct SharedLayout {
+struct ProjectionLayout {
   int ring, x, corrections, factors, row_factors, partial, barriers, total;
   int x_pitch;
   int slot_floats;  // partial sums of a round, as the lanes hold them: [slice][row tile][token tile][lane][4]
 
-  __host__ __device__ SharedLayout(const ProjectionParams& p, int format, int group, int token_tiles, int row_tiles) {
+  __host__ __device__ ProjectionLayout(const ProjectionParams& p, int format, int group, int token_tiles,
+                                       int row_tiles) {
     const int local = local_columns(p);
     x_pitch = 2 * local + 64;  // 64 modulo 128: the rows of two tokens share no bank
     ring = 0;

@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "../host/kernel_attributes.h"
 #include "../ptx/dependency.cuh"
 #include "cluster_select.cuh"
 #include "sampling.cuh"
@@ -170,6 +171,8 @@ cudaError_t launch_sampling(const float* logits, const fut_sampling* sampling, i
   const cudaError_t set =
       cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (set != cudaSuccess) return set;
+  const cudaError_t shared = share_multiprocessor(sample_kernel);
+  if (shared != cudaSuccess) return shared;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {kClusterBlocks, 1, 1};

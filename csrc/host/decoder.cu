@@ -153,7 +153,7 @@ fut_status fut_decoder::graph(const GraphKey& key, cudaGraphExec_t* found) {
     *found = known->second;
     return FUT_OK;
   }
-  FUT_CHECK(cudaStreamBeginCapture(capture, cudaStreamCaptureModeThreadLocal));
+  FUT_CHECK(cudaStreamBeginCapture(capture, cudaStreamCaptureModeRelaxed));
   const fut_status launched = launch(key.rows, key.rows, false, false, key.sampled, capture);
   cudaGraph_t recorded = nullptr;
   const cudaError_t ended = cudaStreamEndCapture(capture, &recorded);
