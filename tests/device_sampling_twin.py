@@ -35,20 +35,23 @@ class DeviceSampling:
 
 
 def weights(logits: npt.NDArray[np.float32], temperature: float) -> Weights:
-    """Softmax [V] in fixed point, unnormalised: round(2^45 · exp((x − max) · (1 / temperature))), ties to even."""
-    return np.rint(np.exp(exponents(logits, temperature)) * TOP_WEIGHT).astype(np.uint64)
+    """Softmax [V] in fixed point, unnormalised: round(2^45 · exp((x − max) / T)), ties to even.
 
-
-def exponents(logits: npt.NDArray[np.float32], temperature: float) -> npt.NDArray[np.float64]:
-    """(x − max) · (1 / temperature) [V] in float64."""
-    wide = logits.astype(np.float64)
+    The kernel takes its powers from a table and a polynomial, so a weight may be one off this one.
+    """
     with np.errstate(over="ignore"):
-        return (wide - wide.max()) * (1.0 / temperature)
+        exponent = distances(logits) * (1.0 / temperature)
+    return np.rint(np.exp(exponent) * TOP_WEIGHT).astype(np.uint64)
+
+
+def distances(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """x − max [V] in float64."""
+    wide = logits.astype(np.float64)
+    return wide - wide.max()
 
 
 def kept_weights(logits: npt.NDArray[np.float32], sampling: DeviceSampling) -> Weights:
     """Weights [V] after top-k, top-p and min-p: zero for a token that was dropped, or is too improbable to weigh."""
-    exponent = exponents(logits, sampling.temperature)
     weight = weights(logits, sampling.temperature)
     order = np.lexsort((np.arange(len(logits)), -logits.astype(np.float64)))
     order = order[weight[order] > 0]
@@ -58,8 +61,8 @@ def kept_weights(logits: npt.NDArray[np.float32], sampling: DeviceSampling) -> W
         running = [int(w) for w in np.cumsum(weight[order], dtype=np.uint64)]
         limit = max(1, -(-_fraction(sampling.top_p) * running[-1] // 2**64))
         order = order[: 1 + next(i for i, r in enumerate(running) if r >= limit)]
-    least = min(math.log(sampling.min_p), 0.0) if sampling.min_p > 0 else -math.inf
-    order = order[exponent[order] >= least]
+    if sampling.min_p > 0:
+        order = order[distances(logits)[order] >= min(math.log(sampling.min_p), 0.0) * sampling.temperature]
     result = np.zeros(len(logits), np.uint64)
     result[order] = weight[order]
     return result

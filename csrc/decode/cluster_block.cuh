@@ -104,14 +104,17 @@ __device__ __forceinline__ T block_scan(T value, T* warp_total) {
 // inside a warp and through `exchange` across warps.
 __device__ __forceinline__ uint64_t block_sort_descending(uint64_t value, int count, uint64_t* exchange) {
   const int thread = threadIdx.x;
+  const bool idle = thread / 32 * 32 >= count;  // whole warps
   for (int run = 2; run <= count; run *= 2) {
     for (int distance = run / 2; distance > 0; distance /= 2) {
-      uint64_t other;
+      uint64_t other = 0;
       if (distance >= 32) {
         __syncthreads();
         exchange[thread] = value;
         __syncthreads();
         other = exchange[thread ^ distance];
+      } else if (idle) {
+        continue;
       } else {
         other = __shfl_xor_sync(~0u, value, distance);
       }

@@ -6,6 +6,7 @@
 #include <cooperative_groups.h>
 
 #include <cmath>
+#include <utility>
 
 #include "../host/kernel_attributes.h"
 #include "../ptx/dependency.cuh"
@@ -22,23 +23,12 @@ constexpr int kClusterBlocks = 8;
 constexpr int kLoadsInFlight = 8;
 
 struct SampleShared {
+  double powers[Softmax::kTableSize];
   ClusterGather::Shared gather;
   SelectShared select;
 };
 
-constexpr double kTwo64 = 18446744073709551616.0;
-
-// The share `fraction` in [0, 1] of `total`, rounded down.
-__device__ __forceinline__ uint64_t share_of(double fraction, uint64_t total) {
-  return __umul64hi(__double2ull_rz(fraction * kTwo64), total);
-}
-
-// The same, rounded up, at least 1.
-__device__ __forceinline__ uint64_t share_reached(double fraction, uint64_t total) {
-  const uint64_t scaled = __double2ull_rz(fraction * kTwo64);
-  const uint64_t share = __umul64hi(scaled, total) + (scaled * total != 0);
-  return share > 0 ? share : 1;
-}
+static_assert(kMaxSampledVocab <= kClusterBlocks * kSampleThreads * 32, "a warp's run must have at most 32 steps");
 
 // Reads this block's slice into keys. Returns the smallest and the largest rank this thread saw.
 __device__ __forceinline__ Pair load_keys(const float* logits, uint32_t* keys, int first_id, int length) {
@@ -68,62 +58,60 @@ __device__ __forceinline__ uint64_t filter_cut(const fut_sampling& sampling, Sel
                                                ClusterGather& gather, const RowSlice& row, float range, int vocab) {
   const bool top_k = sampling.top_k > 0 && sampling.top_k < vocab;
   const bool top_p = sampling.top_p < 1.0f;
-  if (!top_k && !top_p) return 0;
-  Selector selector(shared, gather, row);
-  selector.first_histogram(range, static_cast<float>(-kZeroWeightExponent) * sampling.temperature);
-  Selector::Cut kept{0, selector.all_weight()};
-  if (top_k && static_cast<uint32_t>(sampling.top_k) < selector.all_tokens()) {
-    kept = selector.select(Amount::kTokens, sampling.top_k);
-  }
-  if (top_p) kept = selector.select(Amount::kWeight, share_reached(sampling.top_p, kept.weight));
-  return kept.rank;
+  uint64_t cut = 0;
+  if (!top_k && !top_p) return cut;
+  Selector selector(shared, gather, row, range, Softmax::reach(sampling.temperature));
+  if (top_k) cut = selector.top_k(sampling.top_k);
+  if (top_p) cut = selector.top_p(sampling.top_p, cut);
+  return cut;
 }
 
 // Inverts the distribution of the kept tokens, in the order of their ids; one thread of the cluster writes the token.
 __device__ __forceinline__ void draw(const fut_sampling& sampling, SelectShared& shared, ClusterGather& gather,
                                      const RowSlice& row, uint64_t cut, int32_t* token) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const double least = fmax(sampling.min_p > 0.0f ? fmin(log(static_cast<double>(sampling.min_p)), 0.0) : -INFINITY,
-                            kZeroWeightExponent);
+  const double least =
+      sampling.min_p > 0.0f ? fmin(log(static_cast<double>(sampling.min_p)), 0.0) * sampling.temperature : -INFINITY;
   const auto kept_weight = [&](int i) -> uint64_t {
     if (i >= row.length || rank_of(row.keys[i], row.first_id + i) < cut) return 0;
-    const double exponent = row.softmax.exponent(row.keys[i]);
-    return exponent < least ? 0 : Softmax::weight(exponent);
+    const double distance = row.softmax.distance(row.keys[i]);
+    return distance < least ? 0 : row.softmax.weight(distance);
   };
-  // A run of neighbouring ids a warp.
-  const int run = (row.length + kSampleThreads - 1) / kSampleThreads * 32;
-  const int first = warp * run;
+  // A run of neighbouring ids a warp, in steps of 32.
+  const int steps = (row.length + kSampleThreads - 1) / kSampleThreads;
   uint64_t weight = 0;
-  for (int i = first + lane; i < min(first + run, row.length); i += 32) weight += kept_weight(i);
+#pragma unroll 4
+  for (int step = 0; step < steps; ++step) weight += kept_weight((warp * steps + step) * 32 + lane);
   weight = warp_sum(weight);
-  if (lane == 0) shared.warp_weight[warp] = weight;
+  if (lane == 0) shared.warp_total[warp] = weight;
   __syncthreads();
-  const uint64_t of_warp = shared.warp_weight[lane];
-  const uint64_t running = warp_scan(of_warp);
+  uint64_t inside = shared.warp_total[lane];
+  uint64_t running = warp_scan(inside);
   const Pair* blocks = gather.all({__shfl_sync(~0u, running, 31), 0});
 
+  // The first token at which the running weight exceeds `target`: its block, its warp's run, its step, its lane.
   const auto cluster = cg::this_cluster();
   uint64_t total = 0, before = 0;
   for (unsigned block = 0; block < cluster.num_blocks(); ++block) {
     if (block == cluster.block_rank()) before = total;
     total += blocks[block].first;
   }
-  // The first token at which the running weight exceeds the target.
-  const uint64_t target = share_of(sampling.uniform, total);
+  uint64_t target = __umul64hi(__double2ull_rz(sampling.uniform * 18446744073709551616.0), total);
   if (target < before || target >= before + blocks[cluster.block_rank()].first) return;
-  uint64_t rest = target - before;
-  const int chosen = __ffs(__ballot_sync(~0u, running > rest)) - 1;
-  if (warp != chosen) return;
-  rest -= __shfl_sync(~0u, running - of_warp, chosen);
-  for (int start = first; start < first + run; start += 32) {
-    const uint64_t reached = warp_scan(kept_weight(start + lane));
-    const unsigned past = __ballot_sync(~0u, reached > rest);
-    if (past != 0) {
-      if (lane == 0) *token = row.first_id + start + __ffs(past) - 1;
-      return;
-    }
-    rest -= __shfl_sync(~0u, reached, 31);
-  }
+  target -= before;
+  const int run = __ffs(__ballot_sync(~0u, running > target)) - 1;
+  target -= __shfl_sync(~0u, running - inside, run);
+
+  const int i = (run * steps + warp) * 32 + lane;  // a warp a step
+  const uint64_t reached = warp_scan(warp < steps ? kept_weight(i) : 0);
+  if (lane == 31) shared.warp_total[warp] = reached;
+  __syncthreads();
+  inside = shared.warp_total[lane];
+  running = warp_scan(inside);
+  const int step = __ffs(__ballot_sync(~0u, running > target)) - 1;
+  target -= __shfl_sync(~0u, running - inside, step);
+  const unsigned past = __ballot_sync(~0u, reached > target);
+  if (warp == step && lane == __ffs(past) - 1) *token = row.first_id + i;
 }
 
 __global__ __launch_bounds__(kSampleThreads, 1) void sample_kernel(const float* logits, const fut_sampling* samplings,
@@ -134,7 +122,7 @@ __global__ __launch_bounds__(kSampleThreads, 1) void sample_kernel(const float* 
   const auto cluster = cg::this_cluster();
   // Nobody may write into the shared memory of a block that has not started.
   auto started = cluster.barrier_arrive();
-  if (threadIdx.x < 2) shared.select.list_tokens[threadIdx.x] = 0;
+  if (threadIdx.x < Softmax::kTableSize) Softmax::fill(shared.powers, threadIdx.x);
 
   const int row = blockIdx.y;
   const int first_id = cluster.block_rank() * slice;
@@ -156,9 +144,9 @@ __global__ __launch_bounds__(kSampleThreads, 1) void sample_kernel(const float* 
     return;
   }
   const float best = key_value(top);
-  const RowSlice view{keys, first_id, length, {best, 1.0 / static_cast<double>(sampling.temperature)}};
-  const uint64_t cut =
-      filter_cut(sampling, shared.select, gather, view, best - key_value(rank_key(extremes.first)), vocab);
+  const RowSlice view{keys, first_id, length, Softmax(best, sampling.temperature, shared.powers)};
+  const float range = best - key_value(rank_key(extremes.first));
+  const uint64_t cut = filter_cut(sampling, shared.select, gather, view, range, vocab);
   draw(sampling, shared.select, gather, view, cut, tokens + row);
 }
 
