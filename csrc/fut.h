@@ -150,6 +150,9 @@ FUT_API int64_t fut_sample_workspace_bytes(int32_t max_rows, int32_t vocab);
 /* logits F32 [rows, vocab], sampling device [rows] -> tokens device int32 [rows]. */
 FUT_API fut_status fut_sample(const float* logits, const fut_sampling* sampling, int32_t* tokens, int32_t rows,
                               int32_t vocab, void* workspace, int64_t workspace_bytes, void* stream);
+/* Reads `bytes` (a multiple of 16384) of device memory once, at the highest rate the card is known to give, and XORs
+ * all its 32-bit words into the device word `checksum`. */
+FUT_API fut_status fut_read_bandwidth(const void* data, int64_t bytes, uint32_t* checksum, void* stream);
 
 #ifdef __cplusplus
 }

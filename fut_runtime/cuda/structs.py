@@ -192,6 +192,7 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
     ),
     "fut_sample": (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p),
+    "fut_read_bandwidth": (c_void_p, c_int64, c_void_p, c_void_p),
 }
 #: The others: type of the result, types of the arguments.
 PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
