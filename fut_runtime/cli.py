@@ -16,6 +16,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("fut_runtime.commands.generate", "generate"),
     "chat": ("fut_runtime.commands.chat", "chat"),
     "eval": ("fut_runtime.evaluate.cli", "eval_group"),
+    "bench": ("fut_runtime.commands.bench", "bench"),
     "info": ("fut_runtime.commands.info", "info"),
 }
 
@@ -54,6 +55,7 @@ def main() -> None:
       fut-run generate OUT --prompt "Why is the sky blue?"
       fut-run chat OUT
       fut-run eval perplexity OUT --text FILE
+      fut-run bench decode --shape 8b
       fut-run info OUT
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.

@@ -74,7 +74,7 @@ def load(
             do not run on.
         DeviceMemoryError: the card has too little free memory; the message says for what, how much, and what is free.
     """
-    card = _check_card(torch.device(device))
+    card = check_card(torch.device(device))
     _check_options(prefill_mode=prefill_mode, scale_mode=scale_mode, compute=compute)
     functions = library()
     manifest, spec = artifact.manifest, artifact.manifest.model
@@ -123,7 +123,7 @@ def load(
     return CudaBackend(decoder, allocator, spec, card, decode_mode, context, [arena, tensors, pool, *rope])
 
 
-def _check_card(device: torch.device) -> torch.device:
+def check_card(device: torch.device) -> torch.device:
     """The device with its index, once the kernels run on it; UnsupportedError otherwise."""
     if device.type != "cuda":
         raise UnsupportedError(f"device is {device}, expected a CUDA card; the reference backend runs elsewhere")

@@ -1,0 +1,1 @@
+"""How fast this machine decodes, next to what its memory allows and what stock PyTorch reaches: `fut-run bench`."""
