@@ -57,6 +57,14 @@ __device__ __forceinline__ void prepare_query(const AttentionParams& params, con
   if (lane == 0) constants[head] = {sum, params.score_scale / factor};
 }
 
+// Counts up to `last`, then from zero again; returns the count before. What the warp wrote before is seen by the warp
+// that gets `last`.
+__device__ __forceinline__ uint32_t arrive_and_wrap(uint32_t* counter, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  return before;
+}
+
 template <class Traits>
 class AttentionConsumer {
  public:
@@ -138,8 +146,8 @@ class AttentionConsumer {
     while (left + within_slot > 0) {
       uint8_t* block = shared_ + Layout::ring(params_.group) + ring.stage * Traits::kSlotBytes;
       // A warp skips the slots of the others, and copies may overtake each other: the slot's last use may not have
-      // arrived yet, and would pass for the use after it, which has the parity of the one before.
-      barrier_wait(&barriers_.slot_full[ring.stage], ring.parity ^ 1);
+      // arrived yet, and the use before that has the parity waited for. Once the last use has been given back, it has.
+      barrier_wait(&barriers_.slot_empty[ring.stage], ring.parity ^ 1);
       barrier_wait(&barriers_.slot_full[ring.stage], ring.parity);
       if (left > 0) {
         if (left <= Traits::kUnitTokens) patch(record, block);
@@ -217,12 +225,10 @@ class AttentionConsumer {
         if (HeadVector<kDim>::has(e, lane_)) out[lane_ + 32 * e] = merged.out.x[e];
       }
       if (lane_ == 0) params_.piece_sums[base + item.piece] = {merged.top, merged.total};
-      __threadfence();
       __syncwarp();
       uint32_t before = 0;
-      if (lane_ == 0) before = atomicInc(&params_.arrived[row_head], item.pieces - 1);
+      if (lane_ == 0) before = arrive_and_wrap(&params_.arrived[row_head], item.pieces - 1);
       if (__shfl_sync(~0u, before, 0) != static_cast<uint32_t>(item.pieces - 1)) return;
-      __threadfence();
       const GlobalPartials<kDim> partials{params_.piece_out + base * kDim, params_.piece_sums + base};
       merged = merge_head<kDim>(partials, item.pieces, lane_);
     }
