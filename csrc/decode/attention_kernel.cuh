@@ -83,13 +83,16 @@ class AttentionConsumer {
     for (uint32_t index = 0;; ++index) {
       const int stage = index % kItemSlots;
       barrier_wait(&barriers_.item_full[stage], index / kItemSlots & 1);
-      const ItemRecord& record = reinterpret_cast<const ItemRecord*>(shared_ + Layout::kRecords)[stage];
-      if (record.item.pieces == 0) break;
-      prepare(record, reinterpret_cast<const float*>(shared_ + Layout::raw(params_.group, stage)));
+      if (record(index).item.pieces == 0) break;
+      prepare(record(index), reinterpret_cast<const float*>(shared_ + Layout::raw(params_.group, stage)));
       synchronize();
-      attend(record);
+      RunningSums<kDim, Traits::kHeadTiles> sums;
+      attend(record(index), sums);
+      // Asked for anew: the units need the registers that its address would take.
+      asm volatile("" : "+r"(index));
+      merge(record(index).item, sums);
       __syncwarp();
-      if (lane_ == 0) barrier_arrive(&barriers_.item_empty[stage]);
+      if (lane_ == 0) barrier_arrive(&barriers_.item_empty[index % kItemSlots]);
     }
   }
 
@@ -103,6 +106,10 @@ class AttentionConsumer {
 
   __device__ __forceinline__ static void synchronize() {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * kWarps) : "memory");
+  }
+
+  __device__ __forceinline__ const ItemRecord& record(uint32_t index) const {
+    return reinterpret_cast<const ItemRecord*>(shared_ + Layout::kRecords)[index % kItemSlots];
   }
 
   __device__ __forceinline__ NewestToken<kDim>& newest() const {
@@ -130,10 +137,9 @@ class AttentionConsumer {
     }
   }
 
-  __device__ __forceinline__ void attend(const ItemRecord& record) {
+  __device__ __forceinline__ void attend(const ItemRecord& record, RunningSums<kDim, Traits::kHeadTiles>& sums) {
     const QueryFragments<kDim, Traits::kHeadTiles> query(
         shared_ + Layout::kQuery, reinterpret_cast<const float2*>(shared_ + Layout::kHeads), lane_);
-    RunningSums<kDim, Traits::kHeadTiles> sums;
     sums.clear(Traits::kBits == 4 ? kFirstValueFactor : 1.0f);
 
     // A warp visits the slots that hold its units; in INT4 mode two warps share a slot. `left` counts from the unit's
@@ -152,7 +158,8 @@ class AttentionConsumer {
       if (left > 0) {
         if (left <= Traits::kUnitTokens) patch(record, block);
         if constexpr (Traits::kBits == 4) {
-          Int4Unit<kDim, Traits::kHeadTiles>::attend(block, unit & 1, left, lane_, query, sums);
+          Int4Unit<kDim, Traits::kHeadTiles>::attend(block, within_slot / Traits::kUnitTokens, left, lane_, query,
+                                                     sums);
         } else {
           Bf16Unit<kDim, Traits::kHeadTiles>::attend(block, left, lane_, query, sums);
         }
@@ -162,7 +169,6 @@ class AttentionConsumer {
       left -= kWarps * Traits::kUnitTokens;
       ring.advance(kSlotStep, params_.stages);
     }
-    merge(record.item, sums);
   }
 
   // For the unit that ends the piece: the copy of the block was made before the newest token was written.
