@@ -18,7 +18,7 @@ from fut_runtime.evaluate.perplexity import PerplexityResult, evaluate_perplexit
 from fut_runtime.evaluate.streamed import FinishedRunner, stream
 from fut_runtime.reference.numerics import FP32
 
-#: Called as progress(done, total, what), see `pipeline.Progress`.
+#: Called as progress(done, total, what), see `conversion.Progress`.
 Progress = Callable[[int, int, str], None]
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from fut_convert import convert, resume
 from fut_convert.cli import main
-from fut_convert.pipeline import _Conversion
+from fut_convert.conversion import Conversion
 from fut_convert.resume import SavePace
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.writer import ArtifactWriter
@@ -49,14 +49,14 @@ class StopError(Exception):
 
 
 def stopped_at(layer: int, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
-    original = _Conversion._layer
+    original = Conversion._layer
 
-    def stop(self: _Conversion, index: int) -> None:
+    def stop(self: Conversion, index: int) -> None:
         if index == layer:
             raise error or StopError
         original(self, index)
 
-    monkeypatch.setattr(_Conversion, "_layer", stop)
+    monkeypatch.setattr(Conversion, "_layer", stop)
 
 
 def interrupted(checkpoint: Path, out: Path, overrides: dict[str, Any], layer: int) -> None:

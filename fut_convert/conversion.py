@@ -1,0 +1,268 @@
+"""One pass over the checkpoint, from the embedding to the head: calibrate, quantize and write layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fut_convert.activation_store import ActivationStore
+from fut_convert.calibration import Calibration, LayerStatistics, calibration_layer, uncalibrated_scales
+from fut_convert.checkpoint_model import (
+    Rows,
+    module_bias,
+    module_gain,
+    module_weight,
+    rows_of,
+    stacked_rows,
+    weight_names,
+)
+from fut_convert.errors import ConvertError
+from fut_convert.gptq_layers import GptqLayers
+from fut_convert.plan import Plan
+from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
+from fut_convert.read_ahead import ReadAhead
+from fut_convert.recipe import uses_gptq
+from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace
+from fut_convert.sources import Source
+from fut_convert.sources.names import EMBEDDING, FINAL_NORM, HEAD
+from fut_convert.steps import StepClock
+from fut_convert.workers import Workers
+from fut_runtime.artifact.progress import Progress as SavedProgress
+from fut_runtime.artifact.spec import MODULES
+from fut_runtime.artifact.writer import ArtifactWriter
+from fut_runtime.reference.rotation import sylvester_hadamard
+
+#: Numbers of the embedding that are copied at once.
+_TILE = 1 << 20
+
+#: Called as progress(done, total, what): units of work finished, of how many, and what comes next. What the report
+#: measures after the sealing is counted anew.
+Progress = Callable[[int, int, str], None]
+
+
+class Conversion:
+    """One pass over the checkpoint, from the embedding to the head."""
+
+    def __init__(
+        self,
+        source: Source,
+        reader: ReadAhead,
+        plan: Plan,
+        writer: ArtifactWriter,
+        workers: Workers,
+        device: torch.device,
+        clock: StepClock,
+        progress: Progress,
+    ) -> None:
+        self.source, self.reader = source, reader
+        self.plan, self.writer, self.workers, self.device = plan, writer, workers, device
+        self.clock, self.progress = clock, progress
+        self.model = plan.manifest.model
+        self.module_error: dict[str, float] = {}
+        self.calibration: Calibration | None = None
+        self.gptq: GptqLayers | None = None
+        self.embed_amax = 0.0
+
+    def __enter__(self) -> Conversion:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for holder in (self.calibration, self.gptq):
+            if holder is not None:
+                holder.hidden.close()
+
+    def run(self) -> None:
+        """Write every tensor that no interrupted conversion has written."""
+        layers = self.model.num_layers
+        saved = self.writer.resumed
+        pace = SavePace()
+        if saved is None:
+            self.progress(0, layers + 2, "embedding")
+            self._embedding()
+        else:
+            self._resume(saved)
+        for layer in range(0 if saved is None else saved.state[LAYERS_DONE], layers):
+            self.progress(layer + 1, layers + 2, f"layer {layer + 1} of {layers}")
+            self._layer(layer)
+            if pace.due:
+                with pace.saving(), self.clock("save"):
+                    self.writer.save(self._state(layer + 1), self._tensors())
+        self.progress(layers + 1, layers + 2, "head")
+        if saved is None or not saved.state["head_done"]:
+            self._head()
+            with self.clock("save"):
+                self.writer.save(self._state(layers, head_done=True))
+        self.progress(layers + 2, layers + 2, "sealing")
+
+    @property
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """How GPTQ's codes came about, by module; see `GptqLayers`."""
+        return {} if self.gptq is None else self.gptq.outcomes
+
+    def _state(self, layers_done: int, *, head_done: bool = False) -> dict[str, Any]:
+        """What `_resume` needs, besides the tensors."""
+        return {
+            LAYERS_DONE: layers_done,
+            LAYERS: self.model.num_layers,
+            "head_done": head_done,
+            "module_error": self.module_error,
+            "gptq": self.outcomes,
+            "embed_amax": self.embed_amax,
+        }
+
+    def _tensors(self) -> dict[str, Iterable[Tensor]]:
+        """The calibration windows' hidden states after the layers that are done."""
+        stores = {"calibration": self.calibration, "gptq": self.gptq}
+        return {name: holder.hidden.parts() for name, holder in stores.items() if holder is not None}
+
+    def _resume(self, saved: SavedProgress) -> None:
+        """Take up what an interrupted conversion saved."""
+        self.module_error = dict(saved.state["module_error"])
+        self.embed_amax = saved.state["embed_amax"]
+        self._begin_calibration(None)
+        if self.gptq is not None:
+            self.gptq.outcomes.update(saved.state["gptq"])
+        # After the head nothing is left that would need them.
+        if saved.files and self.calibration is not None:
+            self.calibration.hidden.restore(self.writer.saved_file("calibration"))
+        if saved.files and self.gptq is not None:
+            self.gptq.hidden.restore(self.writer.saved_file("gptq"))
+
+    def load(self, name: str) -> Tensor:
+        """Read a tensor of the checkpoint."""
+        with self.clock("read"):
+            return self.reader.load(name)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor of the artifact."""
+        with self.clock("write"):
+            self.writer.write(name, tensor.contiguous())
+
+    def _embedding(self) -> None:
+        if self.plan.windows is not None:
+            self._begin_calibration(self.load(EMBEDDING))
+        rows = stacked_rows(self.source, [EMBEDDING])
+        vocab, hidden = self.model.vocab_size, self.model.hidden_size
+        step = max(1, _TILE // hidden)
+
+        def copy(start: int) -> float:
+            with self.clock("read"):
+                tile = rows(start, min(start + step, vocab))
+            with self.clock("write"):
+                self.writer.write_rows("embed", start, tile.to(torch.bfloat16))
+            return float(torch.maximum(tile.amax(), -tile.amin()))
+
+        self.embed_amax = max(self.workers.map(copy, range(0, vocab, step)))
+        self.write("hadamard", sylvester_hadamard(self.model.rotation_block))
+        self.write("final_norm", self.load(FINAL_NORM).float())
+
+    def _begin_calibration(self, embed: Tensor | None) -> None:
+        """Calibrate from the embedding on, or without it from hidden states that are to be restored."""
+        if self.plan.windows is None:
+            return
+        ids = self.plan.windows.ids
+        with self.clock("calibrate"):
+            self.calibration = Calibration(self.model, ids, embed, self.device, partial(self._room, "calibration"))
+        if uses_gptq(self.plan.recipe):
+            room = partial(self._room, "gptq")
+            self.gptq = GptqLayers(self.plan.manifest, self.plan.recipe.gptq, ids, embed, self.device, room)
+
+    def _room(self, owner: str, name: str, shape: tuple[int, int, int]) -> ActivationStore:
+        """Room for activations where the plan has them."""
+        place = self.plan.memory.place
+        path = self.writer.work_file(f"{owner}-{name}") if place == "disk" else None
+        return ActivationStore(shape, self.device, place, path)
+
+    def _layer(self, layer: int) -> None:
+        prefix = f"layers.{layer}"
+        gains = {m: g for m in MODULES if (g := module_gain(self.load, layer, m)) is not None}
+        self.write(f"{prefix}.attn_norm", gains["qkv"])
+        self.write(f"{prefix}.mlp_norm", gains["gate_up"])
+        norms = None
+        if self.model.qk_norm:
+            q_norm, k_norm = (self.load(f"model.layers.{layer}.self_attn.{n}_norm.weight").float() for n in "qk")
+            norms = (q_norm, k_norm)
+            self.write(f"{prefix}.q_norm", q_norm)
+            self.write(f"{prefix}.k_norm", k_norm)
+        biases = {m: module_bias(self.load, layer, m) for m in MODULES if self.model.module_bias(m)}
+        for module, bias in biases.items():
+            self.write(f"{prefix}.{module}.bias", bias)
+        if self.calibration is None:
+            scales = uncalibrated_scales(self.model, self.embed_amax, self.plan.recipe.activation.margin)
+            self.write(f"{prefix}.activation_scale", scales[layer])
+            for module in MODULES:
+                rows = stacked_rows(self.source, weight_names(layer, module))
+                self._module(f"{prefix}.{module}", rows, gains.get(module), None)
+            return
+        weights = {m: module_weight(self.load, layer, m) for m in MODULES}
+        self.reader.announce(layer + 1)
+        statistics = self._calibrate(layer, weights, gains, biases, norms)
+        self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
+        chosen: dict[str, Int4Codes] = {}
+        if self.gptq is not None:
+            with self.clock("gptq"):
+                chosen = self.gptq.layer(layer, weights, gains, biases, norms)
+        for module in MODULES:
+            rows = rows_of(weights.pop(module))
+            moment = statistics.second_moment[module]
+            self._module(f"{prefix}.{module}", rows, gains.get(module), moment, chosen.pop(module, None))
+
+    def _calibrate(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        gains: Mapping[str, Tensor],
+        biases: Mapping[str, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+    ) -> LayerStatistics:
+        assert self.calibration is not None
+        with self.clock("calibrate"):
+            statistics = self.calibration.run_layer(calibration_layer(weights, gains, biases, norms, self.device))
+        for site, value in statistics.amax.items():
+            if not (value < float("inf") and bool(statistics.second_moment[site].isfinite().all())):
+                raise ConvertError(
+                    f"calibration: the input of layers.{layer}.{site} is not finite; the checkpoint overflows 16 bits, "
+                    "or the calibration text drives it there: try another text, or --no-calibration"
+                )
+        return statistics
+
+    def _module(
+        self, name: str, rows: Rows, gain: Tensor | None, moment: Tensor | None, int4: Int4Codes | None = None
+    ) -> None:
+        """Convert a matrix a block of rows at a time, each read, quantized and written by one of the workers."""
+        specs = self.plan.manifest.weights[name]
+        quantizer = ModuleQuantizer(specs, gain=gain, second_moment=moment, int4=int4, device=self.device)
+
+        def convert_block(block: RowBlock) -> dict[str, Tensor]:
+            with self.clock("read"):
+                parts = [rows(start, stop) for start, stop in block.ranges]
+            try:
+                with self.clock("quantize"):
+                    done = quantizer.quantize(block, parts)
+            except ConvertError as error:
+                raise type(error)(f"{name}: {error}") from error
+            with self.clock("write"):
+                for suffix, (first, part) in done.tensors.items():
+                    self.writer.write_rows(f"{name}.{suffix}", first, part)
+            return done.squares
+
+        squares = self.workers.map(convert_block, quantizer.blocks())
+        for weight_format in specs:
+            self.module_error[f"{name}.{weight_format}"] = relative_error(block[weight_format] for block in squares)
+        if int4 is not None and self.gptq is not None:
+            self.module_error[f"{name}.int4"] = self.gptq.outcomes[name]["weighted_error"] ** 0.5
+
+    def _head(self) -> None:
+        if "head" not in self.plan.manifest.weights:
+            return
+        moment = None if self.calibration is None else self.calibration.head_second_moment()
+        rows = stacked_rows(self.source, [EMBEDDING if self.model.tie_word_embeddings else HEAD])
+        gain, chosen = self.load(FINAL_NORM).float(), None
+        if self.gptq is not None and "int4" in self.plan.manifest.weights["head"]:
+            with self.clock("gptq"):
+                chosen = self.gptq.head(rows(0, self.model.vocab_size), gain)
+        self._module("head", rows, gain, moment, chosen)
