@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -77,6 +78,20 @@ def replay_us(work: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
+def launch(
+    matrices: dict[str, list[DeviceMatrix]], x: dict[str, torch.Tensor], h: torch.Tensor, name: str, copy: int
+) -> None:
+    """One product of a layer."""
+    project(matrices[name][copy], x[name], EPILOGUES[name], y=h)
+
+
+def repeat(one: Callable[[str, int], None], names: list[str]) -> None:
+    """The named products, with every copy of their weights."""
+    for copy in range(COPIES):
+        for name in names:
+            one(name, copy)
+
+
 @click.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="8b", show_default=True)
 @click.option("--tokens", default="1,8,16,32", show_default=True)
@@ -102,11 +117,9 @@ def main(shape: str, tokens: str, formats: str, group_size: int, out: Path | Non
             x = {n: torch.randn(count, cols, device="cuda").to(torch.bfloat16) for n, (_, cols) in sizes.items()}
             h = torch.randn(count, hidden, device="cuda").to(torch.bfloat16)
 
-            def one(name: str, copy: int, x: dict[str, torch.Tensor] = x, h: torch.Tensor = h) -> None:
-                project(matrices[name][copy], x[name], EPILOGUES[name], y=h)
-
-            us = {name: replay_us(lambda name=name: [one(name, i) for i in range(COPIES)]) / COPIES for name in sizes}
-            chain = replay_us(lambda: [one(name, i) for i in range(COPIES) for name in sizes]) / COPIES
+            one = partial(launch, matrices, x, h)
+            us = {name: replay_us(partial(repeat, one, [name])) / COPIES for name in sizes}
+            chain = replay_us(partial(repeat, one, list(sizes))) / COPIES
             read = sum(stored_bytes(m[0]) for m in matrices.values())
             line = {
                 "benchmark": "decode_projections", "shape": shape, "format": weight_format, "tokens": count,
