@@ -21,7 +21,14 @@ from fut_convert.report.wording import PLOTS
 from fut_convert.sources import SideFile, Source
 from fut_runtime.artifact.layout import TensorSpec, all_tensors
 from fut_runtime.artifact.manifest import Manifest
-from fut_runtime.artifact.paths import REPORT_DATA_FILE, REPORT_FILE, check_foreign_name
+from fut_runtime.artifact.paths import (
+    CARD_FILE,
+    REPORT_DATA_FILE,
+    REPORT_FILE,
+    SOURCE_CARD_FILE,
+    check_foreign_name,
+    side_file_name,
+)
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.staging import check_outside, check_target
 from fut_runtime.errors import ArtifactError
@@ -215,16 +222,19 @@ def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:
     """Files to copy, and a message for each whose name the artifact needs for itself."""
     kept: list[SideFile] = []
     left: list[str] = []
-    for name, content in source.side_files():
+    files = dict(source.side_files())
+    for name, content in files.items():
         try:
             check_foreign_name(name, name)
+            if name == CARD_FILE and SOURCE_CARD_FILE in files:
+                raise ArtifactError(f"{name}: its place, {SOURCE_CARD_FILE}, is taken")
             if name in (LOG_FILE, REPORT_FILE, REPORT_DATA_FILE) or name.startswith(f"{PLOTS}/"):
                 raise ArtifactError(f"{name}: the conversion writes a report of this name")
         except ArtifactError as error:
             left.append(f"not copied: {error}")
         else:
-            kept.append((name, content))
-    return kept, left
+            kept.append((side_file_name(name), content))
+    return sorted(kept, key=lambda item: item[0]), left
 
 
 def _rows(manifest: Manifest) -> list[ModuleRow]:

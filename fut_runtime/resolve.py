@@ -13,6 +13,11 @@ _MANIFEST = "fut_config.json"
 _SEAL = "fut_sealed.json"
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of a repository's id, `owner/name`."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
 def resolve_artifact(model: str | Path, revision: str | None = None) -> Path:
     """Directory of an artifact, downloaded first where `model` is a Hub id.
 
@@ -36,7 +41,7 @@ def resolve_artifact(model: str | Path, revision: str | None = None) -> Path:
             raise ArtifactError(f"{path} is a file, expected the directory of an artifact{_convert_hint(path)}")
     except OSError as error:
         raise ArtifactError(f"{path}: {error.strerror}") from error
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(text):
+    if isinstance(model, Path) or not is_hub_id(text):
         raise ArtifactError(f"{text}: no such directory (a Hub id has the form owner/name)")
     return _download(text, revision)
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from fut_convert.report.wording import FORMAT_NAMES, PLOTS, estimate, path_name, percent, size, text_name
+from fut_convert.report.wording import FORMAT_NAMES, PLOTS, path_name, percent, size, text_name
 from fut_runtime.artifact.json_text import shown
+from fut_runtime.markdown_table import accuracy_lines, table
 
 _MODULES = ("qkv", "o", "gate_up", "down")
-_PROTOCOLS = (
-    "`prefill`: every token through the prefill path. `decode`: every token through the decode path. "
-    "`serve`: the first half of each window prefilled, the rest decoded."
-)
 
 
 def report_page(contents: dict[str, Any], plots: Iterable[str]) -> str:
@@ -30,7 +27,7 @@ def _head(contents: dict[str, Any]) -> Iterator[str]:
     yield ""
     detail = [w for w, on in (("rotated", cache["rotation"]), ("with zero points", cache["zero_point"])) if on]
     millions = f"{model['weights'] / 1e6:,.{1 if model['weights'] < 1e8 else 0}f}"
-    yield from _table(
+    yield from table(
         ("", ""),
         [
             ("model", f"{model['architecture']}, {model['num_layers']} layers, {millions} million weights"),
@@ -62,31 +59,7 @@ def _accuracy(contents: dict[str, Any], drawn: set[str]) -> Iterator[str]:
     if not measured["rows"]:
         yield "Not measured. `fut-convert … --evaluate FILE` scores a text with the checkpoint and the artifact."
         return
-    yield (
-        f"{text_name(measured['text'])[0].upper()}{text_name(measured['text'])[1:]}, every token of a window but its "
-        f"first scored; ± is one standard error over windows. {measured['independence']}"
-    )
-    yield ""
-    rows = []
-    for row in measured["rows"]:
-        result = row["result"]
-        perplexity = "not finite" if result["perplexity"] is None else f"{result['perplexity']:.3f}"
-        rows.append(
-            (
-                row["protocol"] or "", row["name"], row["cache"], perplexity, estimate(result["nll_difference"]),
-                estimate(result["kl"]), estimate(result["top1"], 2, 100),
-            )
-        )  # fmt: skip
-    header = (
-        "protocol", "weights and activations", "KV cache", "perplexity", "nats a token more", "KL, nats a token",
-        "same top-1, %",
-    )  # fmt: skip
-    yield from _table(header, rows, align="lllrrrr")
-    yield ""
-    yield (
-        f"{_PROTOCOLS} Differences, KL(checkpoint ‖ artifact) and agreement on the most likely token are against the "
-        "first row. All other rows compute with every rounding that the artifact's format prescribes."
-    )
+    yield from accuracy_lines(measured)
     yield from _plot("accuracy.png", "KL divergence by protocol", drawn)
 
 
@@ -126,7 +99,7 @@ def _depth(contents: dict[str, Any], drawn: set[str]) -> Iterator[str]:
         "path", "one layer, mean", "one layer, largest", f"accumulated, layer {(layers + 1) // 2}",
         f"accumulated, layer {layers}",
     )  # fmt: skip
-    yield from _table(header, rows, align="lrrrr")
+    yield from table(header, rows, align="lrrrr")
     yield from _plot("depth.png", "Error of the residual stream by layer", drawn)
 
 
@@ -143,7 +116,7 @@ def _modules(contents: dict[str, Any], drawn: set[str]) -> Iterator[str]:
         for row in contents["module_summary"]
         if row["format"] != "bf16" or row["largest_error"]
     ]  # fmt: skip
-    yield from _table(("module", "format", "mean error", "largest error", "in"), rows, align="llrrl")
+    yield from table(("module", "format", "mean error", "largest error", "in"), rows, align="llrrl")
     yield from _gptq(contents)
     yield from _plot("modules.png", "Error of every module by layer", drawn)
 
@@ -201,7 +174,7 @@ def _layers(contents: dict[str, Any]) -> Iterator[str]:
         rows.append(row)
     yield "<details><summary>Every layer</summary>"
     yield ""
-    yield from _table(header, rows, align="r" * len(header))
+    yield from table(header, rows, align="r" * len(header))
     yield ""
     yield "</details>"
 
@@ -217,7 +190,7 @@ def _steps(contents: dict[str, Any]) -> Iterator[str]:
         for step in contents["steps"]
     ]
     total = ["whole", f"{contents['seconds']:.1f}", size(contents["peak_memory_bytes"])]
-    yield from _table(header, [*rows, total + ([size(contents["peak_device_bytes"])] if device else [])], "lrrr")
+    yield from table(header, [*rows, total + ([size(contents["peak_device_bytes"])] if device else [])], "lrrr")
     yield ""
     yield (
         "Seconds are summed over threads, and steps run side by side; memory is the whole process's while a step ran. "
@@ -239,13 +212,3 @@ def _plot(name: str, title: str, drawn: set[str]) -> Iterator[str]:
     if name in drawn:
         yield ""
         yield f"![{title}]({PLOTS}/{name})"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> Iterator[str]:
-    yield _cells(header)
-    yield "|" + "|".join("---:" if a == "r" else "---" for a in align[: len(header)]) + "|"
-    yield from map(_cells, rows)
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -1,4 +1,4 @@
-"""`fut-artifact`: look at an artifact, check it, turn it back into a checkpoint, repack it."""
+"""`fut-artifact`: look at an artifact, check it, turn it back into a checkpoint, repack it, publish it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fut_runtime.artifact.arguments import EXIT_CODES, ArtifactName, local_artifact, revision_option
 from fut_runtime.artifact.orders import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
 from fut_runtime.command_errors import reported_errors
 from fut_runtime.errors import ArtifactError
+from fut_runtime.hub.commands import card_command
 from fut_runtime.streams import prepare_streams
 from fut_runtime.termination import terminable
 
 if TYPE_CHECKING:
     from fut_runtime.artifact.reader import Artifact
-
-_EXIT_CODES = """
-\b
-Exit codes:
-  0  all is well
-  1  the artifact is damaged, or the command failed
-  2  wrong usage: unknown option, directory that does not exist
-  130, 143  interrupted, terminated; nothing half made is left behind
-"""
 
 
 class _Commands(click.Group):
@@ -38,26 +31,30 @@ class _Commands(click.Group):
         return result
 
 
-class _Directory(click.Path):
-    def __init__(self, *, exists: bool) -> None:
-        super().__init__(exists=exists, file_okay=False, path_type=Path)
+#: A directory that a command makes.
+_OUT = click.Path(file_okay=False, path_type=Path)
 
 
-@click.group(cls=_Commands, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="futransformer", prog_name="fut-artifact")
 def main() -> None:
     """Work with artifacts: the directories that fut-convert writes and fut-run reads.
 
     An artifact holds a model's weights packed for Hopper GPUs, its tokenizer, and the hash of every byte. It is an
     artifact only when it is sealed: a conversion or download that was interrupted is refused by every command here.
+    ARTIFACT is a directory or the id of a repository on the Hub (owner/name), which is fetched into the Hub's cache.
     """
 
 
-@main.command("inspect", epilog=_EXIT_CODES)
-@click.argument("artifact", type=_Directory(exists=True))
+main.add_command(card_command)
+
+
+@main.command("inspect", epilog=EXIT_CODES)
+@click.argument("artifact", type=ArtifactName())
 @click.option("--all", "every", is_flag=True, help="One line a tensor, instead of one for all layers that are alike.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object, for programs.")
-def inspect_command(artifact: Path, every: bool, as_json: bool) -> None:
+@revision_option
+def inspect_command(artifact: Path | str, every: bool, as_json: bool, revision: str | None) -> None:
     """Show what ARTIFACT holds: model, source, tensors, bytes, bits per weight.
 
     Bits per weight count scales and padding, divided by the weights the model really has. Nothing but headers is read;
@@ -67,18 +64,19 @@ def inspect_command(artifact: Path, every: bool, as_json: bool) -> None:
     from fut_runtime.artifact.reader import Artifact
     from fut_runtime.artifact.report import print_summary
 
-    opened = Artifact.open(artifact)
+    opened = Artifact.open(local_artifact(artifact, revision))
     if as_json:
         click.echo(json.dumps(summary(opened), indent=2))
     else:
         print_summary(opened, every=every)
 
 
-@main.command("verify", epilog=_EXIT_CODES)
-@click.argument("artifact", type=_Directory(exists=True))
+@main.command("verify", epilog=EXIT_CODES)
+@click.argument("artifact", type=ArtifactName())
 @click.option("--json", "as_json", is_flag=True, help="Print findings as one JSON object, for programs.")
+@revision_option
 @click.pass_context
-def verify_command(context: click.Context, artifact: Path, as_json: bool) -> None:
+def verify_command(context: click.Context, artifact: Path | str, as_json: bool, revision: str | None) -> None:
     """Read every byte of ARTIFACT and compare it with the hashes made at conversion.
 
     A flipped bit, a truncated or missing file, a tensor that is not in the manifest: each finding names the file, the
@@ -87,23 +85,24 @@ def verify_command(context: click.Context, artifact: Path, as_json: bool) -> Non
     from fut_runtime.artifact.report import ByteProgress, print_verification
     from fut_runtime.artifact.verify import Finding, VerifyReport, sealed_bytes, verify_artifact
 
+    path = local_artifact(artifact, revision)
     try:
-        with ByteProgress("verifying", sealed_bytes(artifact)) as progress:
-            report = verify_artifact(artifact, progress.advance)
+        with ByteProgress("verifying", sealed_bytes(path)) as progress:
+            report = verify_artifact(path, progress.advance)
     except ArtifactError as error:
-        report = VerifyReport(artifact, (Finding("not_an_artifact", "", str(error)),), 0, 0, ())
+        report = VerifyReport(path, (Finding("not_an_artifact", "", str(error)),), 0, 0, ())
     if as_json:
         findings = [asdict(finding) for finding in report.findings]
-        result = {"path": str(artifact), "ok": report.ok, "files": report.files, "bytes": report.nbytes}
+        result = {"path": str(path), "ok": report.ok, "files": report.files, "bytes": report.nbytes}
         click.echo(json.dumps({**result, "findings": findings, "unsealed": report.unsealed}, indent=2))
     else:
         print_verification(report)
     context.exit(0 if report.ok else 1)
 
 
-@main.command("export", epilog=_EXIT_CODES)
-@click.argument("artifact", type=_Directory(exists=True))
-@click.argument("out", type=_Directory(exists=False))
+@main.command("export", epilog=EXIT_CODES)
+@click.argument("artifact", type=ArtifactName())
+@click.argument("out", type=_OUT)
 @click.option(
     "--format",
     "weight_format",
@@ -119,7 +118,10 @@ def verify_command(context: click.Context, artifact: Path, as_json: bool) -> Non
     help="Storage type of the checkpoint. Only f32 holds every dequantised value exactly.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT.")
-def export_command(artifact: Path, out: Path, weight_format: str | None, dtype: str, overwrite: bool) -> None:
+@revision_option
+def export_command(
+    artifact: Path | str, out: Path, weight_format: str | None, dtype: str, overwrite: bool, revision: str | None
+) -> None:
     """Write ARTIFACT to OUT as an ordinary Hugging Face checkpoint.
 
     The weights are dequantised, so the checkpoint is large; its purpose is to check the artifact's accuracy with any
@@ -134,7 +136,7 @@ def export_command(artifact: Path, out: Path, weight_format: str | None, dtype: 
     from fut_runtime.artifact.export import export_checkpoint
     from fut_runtime.artifact.report import ByteProgress, size_text
 
-    opened = _verified(artifact)
+    opened = _verified(local_artifact(artifact, revision))
     with ByteProgress("exporting") as progress:
         result = export_checkpoint(
             opened, out, weight_format=weight_format, dtype=dtype, overwrite=overwrite, progress=progress.update
@@ -148,9 +150,9 @@ def export_command(artifact: Path, out: Path, weight_format: str | None, dtype: 
     click.echo(f"exported {result.weight_format} weights as {dtype} to {result.path} ({size_text(result.nbytes)})")
 
 
-@main.command("repack", epilog=_EXIT_CODES)
-@click.argument("artifact", type=_Directory(exists=True))
-@click.argument("out", type=_Directory(exists=False))
+@main.command("repack", epilog=EXIT_CODES)
+@click.argument("artifact", type=ArtifactName())
+@click.argument("out", type=_OUT)
 @click.option(
     "--nibble-order",
     type=click.Choice(list(NIBBLE_ORDERS)),
@@ -159,7 +161,8 @@ def export_command(artifact: Path, out: Path, weight_format: str | None, dtype: 
     help="Order of the INT4 codes in the words that a GPU lane loads.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an artifact in OUT (which may be ARTIFACT itself).")
-def repack_command(artifact: Path, out: Path, nibble_order: str, overwrite: bool) -> None:
+@revision_option
+def repack_command(artifact: Path | str, out: Path, nibble_order: str, overwrite: bool, revision: str | None) -> None:
     """Rewrite ARTIFACT to OUT with its INT4 weights in another nibble order.
 
     Kernels of another release may want another order; codes, scales and everything else stay exactly as they are, and
@@ -169,7 +172,7 @@ def repack_command(artifact: Path, out: Path, nibble_order: str, overwrite: bool
     from fut_runtime.artifact.repack import repack_artifact
     from fut_runtime.artifact.report import ByteProgress
 
-    opened = _verified(artifact)
+    opened = _verified(local_artifact(artifact, revision))
     with ByteProgress("repacking") as progress:
         path = repack_artifact(opened, out, nibble_order, overwrite=overwrite, progress=progress.update)
     click.echo(f"repacked to {path} in order {nibble_order}")

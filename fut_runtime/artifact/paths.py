@@ -16,6 +16,10 @@ PROGRESS_DIRECTORY = ".fut_progress"
 #: What the conversion reports about itself, outside the sealed set: a page, and its contents as data.
 REPORT_FILE = "report.md"
 REPORT_DATA_FILE = "report.json"
+#: The Hub shows this file as a repository's page. It belongs to the artifact's own card, outside the sealed set, so the
+#: source's card is sealed under another name.
+CARD_FILE = "README.md"
+SOURCE_CARD_FILE = "SOURCE_README.md"
 
 _OWN_NAME = re.compile(r"fut_.*\.json|model.*\.safetensors(\.index\.json)?|\.fut_(lock|progress(/.*)?)", re.IGNORECASE)
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -60,6 +64,11 @@ def check_foreign_name(name: str, where: str) -> str:
             f"{where}: {name!r} is a name that an artifact uses itself; leave the file out or rename it"
         )
     return name
+
+
+def side_file_name(name: str) -> str:
+    """Name in the artifact of a file of the source that is copied into it."""
+    return SOURCE_CARD_FILE if name == CARD_FILE else name
 
 
 def inside(root: Path, name: str) -> Path:

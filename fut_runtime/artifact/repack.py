@@ -10,6 +10,7 @@ from fut_runtime.artifact.fragment import pack_codes, unpack_codes
 from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.orders import nibble_order as order_named
+from fut_runtime.artifact.paths import side_file_name
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.shards import MAX_SHARD_BYTES
 from fut_runtime.artifact.staging import check_outside
@@ -27,7 +28,9 @@ def repacked_manifest(manifest: Manifest, nibble_order: str) -> Manifest:
         name: {f: replace(spec, nibble_order=order) if f == "int4" else spec for f, spec in formats.items()}
         for name, formats in manifest.weights.items()
     }
-    return replace(manifest, weights=weights)
+    # Artifacts of earlier releases sealed the source's card under the name that their own card needs.
+    side_files = tuple(sorted(set(map(side_file_name, manifest.side_files))))
+    return replace(manifest, weights=weights, side_files=side_files)
 
 
 def repack_artifact(
@@ -73,6 +76,6 @@ def repack_artifact(
             done += spec.nbytes
             if progress is not None:
                 progress(done, total)
-        for name in manifest.side_files:
-            writer.copy_side_file(artifact.side_file(name), name)
+        for name in {side_file_name(name): name for name in artifact.manifest.side_files}.values():
+            writer.copy_side_file(artifact.side_file(name), side_file_name(name))
         return writer.seal()

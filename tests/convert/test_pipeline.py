@@ -139,10 +139,13 @@ def test_side_files_are_copied_byte_for_byte(tiny_checkpoint: Make, tmp_path: Pa
         (checkpoint / name).write_text("{}")
     artifact = converted(checkpoint, tmp_path / "out")
     tokenizer = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-    assert set(artifact.manifest.side_files) == {*own, *tokenizer}
-    for name in artifact.manifest.side_files:
-        assert (artifact.path / name).read_bytes() == (checkpoint / name).read_bytes()
-        assert name in artifact.files
+    # README.md is left to the artifact's own card, which lies outside the sealed set.
+    copies = {name: name for name in (*own, *tokenizer)} | {"README.md": "SOURCE_README.md"}
+    assert set(artifact.manifest.side_files) == set(copies.values())
+    for name, copy in copies.items():
+        assert (artifact.path / copy).read_bytes() == (checkpoint / name).read_bytes()
+        assert copy in artifact.files
+    assert not (artifact.path / "README.md").exists()
     assert "module_error" in json.loads((artifact.path / "conversion_log.json").read_text())
 
 

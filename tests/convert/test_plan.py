@@ -223,8 +223,12 @@ def test_side_files_whose_names_the_artifact_needs_are_left_out_and_named(
     left = [w for w in plan.warnings if w.startswith("not copied")]
     assert len(left) == 2 and LOG_FILE in left[0] and "fut_files.json" in left[1]
     names = {name for name, _ in plan.side_files}
-    assert {"README.md", "LICENSE", "model_notes.txt", "config.json"} <= names
-    assert not names & {LOG_FILE, "fut_files.json"}
+    assert {"SOURCE_README.md", "LICENSE", "model_notes.txt", "config.json"} <= names
+    assert not names & {LOG_FILE, "fut_files.json", "README.md"}
+    (checkpoint / "SOURCE_README.md").write_text("an earlier source's")
+    plan = plan_of(checkpoint, tmp_path / "out")
+    assert any("not copied: README.md: its place" in warning for warning in plan.warnings)
+    assert dict(plan.side_files)["SOURCE_README.md"] == checkpoint / "SOURCE_README.md"
 
 
 def test_a_16_bit_cache_has_neither_rotation_nor_zero_points(tiny_checkpoint: Make, tmp_path: Path) -> None:
