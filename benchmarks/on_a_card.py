@@ -70,6 +70,11 @@ def steps(out: Path, model: Path | None, text: Path | None, calibration: str) ->
             "--device", "cuda", "--label", model.name, "--out", str(out / "accuracy.jsonl"), "--rows",
         ]  # fmt: skip
         found.append(Step("accuracy", f"accuracy_{model.name}", [*table, "gptq"], 180))
+        cache = [
+            python, "benchmarks/kv_cache_table.py", str(model), "--text", str(text), "--device", "cuda",
+            "--label", model.name, "--out", str(out / "kv_cache.jsonl"), "--window", "2048", "--window", "8192",
+        ]  # fmt: skip
+        found.append(Step("cache", f"kv_cache_{model.name}", cache, 500))
     return found
 
 
