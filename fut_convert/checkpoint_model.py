@@ -48,17 +48,19 @@ def rows_of(matrix: Tensor) -> Rows:
 
 
 def stacked_rows(source: Source, names: Sequence[str]) -> Rows:
-    """Reads rows of the matrix that stacks those of the given names, without holding it."""
-    places: list[tuple[str, int, int]] = []
+    """Reads rows of the matrix that stacks those of the given names, without holding it where it is not quantized."""
+    places: list[tuple[Rows, int, int]] = []
     end = 0
     for name in names:
         begin, end = end, end + source.tensors[name].shape[0]
-        places.append((name, begin, end))
+        # A quantized matrix is dequantized as a whole, so once for all its rows.
+        rows_of_part = rows_of(source.load(name)) if name in source.quantized else partial(source.load_rows, name)
+        places.append((rows_of_part, begin, end))
 
     def rows(start: int, stop: int) -> Tensor:
         parts = [
-            source.load_rows(name, max(start, begin) - begin, min(stop, end) - begin)
-            for name, begin, end in places
+            rows_of_part(max(start, begin) - begin, min(stop, end) - begin)
+            for rows_of_part, begin, end in places
             if start < end and begin < stop
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

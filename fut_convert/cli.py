@@ -24,6 +24,7 @@ _RECIPE_OPTIONS = {
     "gain": "int4.gain",
     "scale_dtype": "int4.scale_dtype",
     "nibble_order": "int4.nibble_order",
+    "requantize": "int4.requantize",
     "head": "head",
     "calibration_text": "calibration.text",
     "calibration_field": "calibration.field",
@@ -45,6 +46,10 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
     return int(value) if value is not None and value.isdecimal() else value
 
 
+def _requantize(_: click.Context, __: click.Parameter, value: bool | None) -> str | None:
+    return None if value is None else "always" if value else "never"
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
@@ -60,6 +65,12 @@ def _group_size(_: click.Context, __: click.Parameter, value: str | None) -> int
 @click.option("--gain", metavar="WHERE", help="INT4: RMSNorm gain at runtime, or folded into the weights.")
 @click.option("--scale-dtype", metavar="DTYPE", help="INT4: bfloat16 or float16.")
 @click.option("--nibble-order", metavar="NAME", help="INT4: fragment order; docs/artifact.md lists them.")
+@click.option(
+    "--requantize/--no-requantize",
+    default=None,
+    callback=_requantize,
+    help="Quantize the INT4 codes of a checkpoint anew, or refuse to; by default only those that cannot be kept.",
+)
 @click.option("--calibration-text", metavar="FILE|hub:ID", help="Text or JSONL file, or a data set on the Hub.")
 @click.option("--calibration-field", metavar="NAME", help="The text in each JSONL object or row; by default, text.")
 @click.option("--calibration-windows", type=click.IntRange(1), metavar="N", help="At most so many windows of it.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,14 @@ from fut_convert.checkpoint_model import (
 )
 from fut_convert.errors import ConvertError
 from fut_convert.gptq_layers import GptqLayers
+from fut_convert.kept_codes import head_name, is_kept, load_kept_codes
+from fut_convert.manifest import solved_by_gptq
 from fut_convert.plan import Plan
 from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
 from fut_convert.read_ahead import ReadAhead
-from fut_convert.recipe import uses_gptq
 from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace
 from fut_convert.sources import Source
-from fut_convert.sources.names import EMBEDDING, FINAL_NORM, HEAD
+from fut_convert.sources.names import EMBEDDING, FINAL_NORM
 from fut_convert.steps import StepClock
 from fut_convert.workers import Workers
 from fut_runtime.artifact.progress import Progress as SavedProgress
@@ -167,7 +168,7 @@ class Conversion:
         ids = self.plan.windows.ids
         with self.clock("calibrate"):
             self.calibration = Calibration(self.model, ids, embed, self.device, partial(self._room, "calibration"))
-        if uses_gptq(self.plan.recipe):
+        if solved_by_gptq(self.plan.manifest):
             room = partial(self._room, "gptq")
             self.gptq = GptqLayers(self.plan.manifest, self.plan.recipe.gptq, ids, embed, self.device, room)
 
@@ -196,16 +197,18 @@ class Conversion:
             self.write(f"{prefix}.activation_scale", scales[layer])
             for module in MODULES:
                 rows = stacked_rows(self.source, weight_names(layer, module))
-                self._module(f"{prefix}.{module}", rows, gains.get(module), None)
+                kept = self._kept_codes(f"{prefix}.{module}", weight_names(layer, module))
+                self._module(f"{prefix}.{module}", rows, gains.get(module), None, kept)
             return
         weights = {m: module_weight(self.load, layer, m) for m in MODULES}
         self.reader.announce(layer + 1)
         statistics = self._calibrate(layer, weights, gains, biases, norms)
         self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
-        chosen: dict[str, Int4Codes] = {}
+        brought = {m: self._kept_codes(f"{prefix}.{m}", weight_names(layer, m)) for m in MODULES}
+        chosen = {module: codes for module, codes in brought.items() if codes is not None}
         if self.gptq is not None:
             with self.clock("gptq"):
-                chosen = self.gptq.layer(layer, weights, gains, biases, norms)
+                chosen = self.gptq.layer(layer, weights, gains, biases, norms, chosen)
         for module in MODULES:
             rows = rows_of(weights.pop(module))
             moment = statistics.second_moment[module]
@@ -230,6 +233,14 @@ class Conversion:
                 )
         return statistics
 
+    def _kept_codes(self, name: str, matrices: Sequence[str]) -> Int4Codes | None:
+        """The checkpoint's own codes of a module that keeps them."""
+        spec = self.plan.manifest.weights[name].get("int4")
+        if spec is None or not is_kept(spec):
+            return None
+        with self.clock("read"):
+            return load_kept_codes(self.source, matrices, spec, self.device)
+
     def _module(
         self, name: str, rows: Rows, gain: Tensor | None, moment: Tensor | None, int4: Int4Codes | None = None
     ) -> None:
@@ -253,16 +264,17 @@ class Conversion:
         squares = self.workers.map(convert_block, quantizer.blocks())
         for weight_format in specs:
             self.module_error[f"{name}.{weight_format}"] = relative_error(block[weight_format] for block in squares)
-        if int4 is not None and self.gptq is not None:
+        if self.gptq is not None and name in self.gptq.outcomes:
             self.module_error[f"{name}.int4"] = self.gptq.outcomes[name]["weighted_error"] ** 0.5
 
     def _head(self) -> None:
         if "head" not in self.plan.manifest.weights:
             return
         moment = None if self.calibration is None else self.calibration.head_second_moment()
-        rows = stacked_rows(self.source, [EMBEDDING if self.model.tie_word_embeddings else HEAD])
-        gain, chosen = self.load(FINAL_NORM).float(), None
-        if self.gptq is not None and "int4" in self.plan.manifest.weights["head"]:
+        matrices = [head_name(self.model)]
+        rows = stacked_rows(self.source, matrices)
+        gain, chosen = self.load(FINAL_NORM).float(), self._kept_codes("head", matrices)
+        if chosen is None and self.gptq is not None and "int4" in self.plan.manifest.weights["head"]:
             with self.clock("gptq"):
                 chosen = self.gptq.head(rows(0, self.model.vocab_size), gain)
         self._module("head", rows, gain, moment, chosen)

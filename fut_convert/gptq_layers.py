@@ -56,6 +56,7 @@ class GptqLayers:
         gains: Mapping[str, Tensor],
         biases: Mapping[str, Tensor],
         head_norms: tuple[Tensor, Tensor] | None,
+        kept: Mapping[str, Int4Codes] | None = None,
     ) -> dict[str, Int4Codes]:
         """Codes of the layer's modules, on the device; the next call takes the layer after it.
 
@@ -64,17 +65,19 @@ class GptqLayers:
             gains: FP32 [in] of the RMSNorm before `qkv` and `gate_up`.
             biases: FP32 [out] of the modules that have one.
             head_norms: Qwen3's q and k gains.
+            kept: codes of modules that keep those of the checkpoint, on the device.
 
         Raises:
             ConvertError: names the module that cannot be calibrated or quantized.
         """
-        chosen: dict[str, Int4Codes] = {}
+        chosen: dict[str, Int4Codes] = dict(kept or {})
         specs = {module: self._manifest.weights[f"layers.{index}.{module}"]["int4"] for module in weights}
         at_runtime = {module: gain for module, gain in gains.items() if specs[module].gain == "runtime"}
 
         def quantize(module: str, hessian: Tensor) -> SixteenBitProjection:
             spec, name = specs[module], f"layers.{index}.{module}"
-            chosen[module] = self._choose(name, weights[module], spec, hessian, gains.get(module))
+            if module not in chosen:
+                chosen[module] = self._choose(name, weights[module], spec, hessian, gains.get(module))
             stored = dequantize_int4(chosen[module].codes, chosen[module].scales)
             gain, bias = at_runtime.get(module), biases.get(module)
             return SixteenBitProjection(

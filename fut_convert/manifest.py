@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from fut_convert.kept_codes import KeptCodes
 from fut_convert.recipe import AUTO, KVCacheRecipe, Recipe, uses_gptq
 from fut_runtime.artifact.fragment import DEFAULT_SCALE_ORDER
 from fut_runtime.artifact.layout import default_group_size, padded_e4m3_shape, padded_int4_shape
@@ -24,6 +25,7 @@ def build_manifest(
     source: Mapping[str, Any],
     side_files: Sequence[str] = (),
     calibration: Mapping[str, Any] | None = None,
+    kept: Mapping[str, KeptCodes] | None = None,
 ) -> Manifest:
     """Manifest of the artifact that `recipe` makes of a model.
 
@@ -31,14 +33,16 @@ def build_manifest(
         source: identity of the checkpoint, without paths.
         side_files: names of the files copied from the checkpoint.
         calibration: record of the calibration text, or None without calibration.
+        kept: name of a module -> how its codes are stored, where they are the checkpoint's own.
     """
+    kept = kept or {}
+    modules = [(f"layers.{i}.{module}", module) for i in range(model.num_layers) for module in MODULES]
     weights = {
-        f"layers.{i}.{module}": {f: weight_spec(model, module, f, recipe) for f in recipe.weights}
-        for i in range(model.num_layers)
-        for module in MODULES
+        name: {f: weight_spec(model, module, f, recipe, kept.get(name)) for f in recipe.weights}
+        for name, module in modules
     }
     if not (model.tie_word_embeddings and recipe.head == "bf16"):
-        weights["head"] = {recipe.head: weight_spec(model, "head", recipe.head, recipe)}
+        weights["head"] = {recipe.head: weight_spec(model, "head", recipe.head, recipe, kept.get("head"))}
     return Manifest(
         model=model,
         weights=weights,
@@ -60,8 +64,10 @@ def _kv_cache(recipe: KVCacheRecipe) -> KVCacheSpec:
     return KVCacheSpec(recipe.bits, recipe.rotation, recipe.zero_point)
 
 
-def weight_spec(model: ModelSpec, module: str, weight_format: str, recipe: Recipe) -> WeightSpec:
-    """How one projection (a name of MODULES, or `head`) is stored in one format."""
+def weight_spec(
+    model: ModelSpec, module: str, weight_format: str, recipe: Recipe, kept: KeptCodes | None = None
+) -> WeightSpec:
+    """How one projection (a name of MODULES, or `head`) is stored in one format; `kept` where it keeps INT4 codes."""
     shape = model.module_shape(module)
     paired = module == "gate_up"
     if weight_format != "int4":
@@ -77,20 +83,29 @@ def weight_spec(model: ModelSpec, module: str, weight_format: str, recipe: Recip
             scale_method="absmax" if weight_format == "e4m3" else None,
         )
     int4 = recipe.int4
-    group_size = default_group_size(shape[1]) if int4.group_size == AUTO else int(int4.group_size)
+    if kept is not None:
+        group_size = kept.group_size
+    else:
+        group_size = default_group_size(shape[1]) if int4.group_size == AUTO else int(int4.group_size)
+    gain = int4.gain if kept is None else "runtime"
     return WeightSpec(
         format="int4",
         shape=shape,
         padded_shape=padded_int4_shape(shape, group_size, paired),
         row_order="interleave8" if paired else "natural",
-        gain=int4.gain if module in _AFTER_NORM else "none",
+        gain=gain if module in _AFTER_NORM else "none",
         group_size=group_size,
-        scale_dtype=int4.scale_dtype,
+        scale_dtype=int4.scale_dtype if kept is None else kept.scale_dtype,
         nibble_order=int4.nibble_order,
         scale_order=DEFAULT_SCALE_ORDER,
-        method=int4.method,
-        scale_method=recipe.scale_method,
+        method=int4.method if kept is None else kept.method,
+        scale_method=recipe.scale_method if kept is None else kept.method,
     )
+
+
+def solved_by_gptq(manifest: Manifest) -> bool:
+    """Whether the codes of any module are chosen by GPTQ."""
+    return any(spec.method == "gptq" for formats in manifest.weights.values() for spec in formats.values())
 
 
 def tool_versions(source: Mapping[str, Any], recipe: Recipe) -> dict[str, str]:

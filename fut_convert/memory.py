@@ -67,6 +67,9 @@ def estimate_host_bytes(
         fixed += _CUDA_BYTES
     element = 2 if source.dtype in ("BF16", "F16") else 4
     reported = _report_host_bytes(element, manifest, device, depth, evaluation)
+    if source.quantized:
+        # A module dequantized, and its codes where they are kept.
+        fixed += 6 * max(weights.values())
     if windows is None:
         return fixed + reported
     # A stacked module exists in parts and as a whole while it is put together.

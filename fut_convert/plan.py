@@ -12,14 +12,16 @@ import torch
 from fut_convert.calibration_text import CalibrationWindows, calibration_windows, tokenizer_warnings
 from fut_convert.errors import PreflightError
 from fut_convert.evaluation_text import evaluation_windows
+from fut_convert.kept_codes import KeptModules, plan_kept_codes
 from fut_convert.manifest import build_manifest
 from fut_convert.memory_budget import MemoryBudget, MemoryPlan, plan_memory
+from fut_convert.plan_rows import ModuleRow, module_rows, padding_warnings
 from fut_convert.quantize.auto_gptq import auto_gptq_problem
 from fut_convert.recipe import AUTO, Recipe, uses_gptq
 from fut_convert.report.options import ReportOptions, depth_windows
 from fut_convert.report.wording import PLOTS
 from fut_convert.sources import SideFile, Source
-from fut_runtime.artifact.layout import TensorSpec, all_tensors
+from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import (
     CARD_FILE,
@@ -29,7 +31,6 @@ from fut_runtime.artifact.paths import (
     check_foreign_name,
     side_file_name,
 )
-from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.staging import check_outside, check_target
 from fut_runtime.errors import ArtifactError
 
@@ -40,24 +41,6 @@ RECOMMENDED_CALIBRATION_TOKENS = 65_536
 #: Below this many most of what the statistics show is chance.
 LEAST_CALIBRATION_TOKENS = 8_192
 _DEFAULT_REPORT = ReportOptions()
-
-
-@dataclass(frozen=True)
-class ModuleRow:
-    """One line of the plan's table: a module of every layer (or the head) in one format.
-
-    `bytes` is for all layers; `bits_per_weight` counts scales and padding against the true number of weights.
-    """
-
-    module: str
-    format: str
-    shape: tuple[int, int]
-    padded_shape: tuple[int, int]
-    group_size: int | None
-    gain: str
-    scale_method: str | None
-    bytes: int
-    bits_per_weight: float
 
 
 @dataclass(frozen=True)
@@ -72,6 +55,7 @@ class Plan:
         memory: what will be used of the host's and the device's, and where calibration keeps its activations.
         scratch_bytes: disk space needed beside the artifact until it is sealed.
         warnings, errors: complete messages; any error forbids the conversion.
+        notes: what is done with the checkpoint's own INT4 codes.
         depth: windows to measure the error through the depth on, for the report.
         evaluation: windows to measure the artifact's accuracy on, where a text was given.
     """
@@ -88,6 +72,7 @@ class Plan:
     windows: CalibrationWindows | None
     warnings: tuple[str, ...]
     errors: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     depth: CalibrationWindows | None = None
     evaluation: CalibrationWindows | None = None
 
@@ -129,6 +114,7 @@ class Plan:
             "activation_bytes": self.memory.activation_bytes,
             "activation_place": self.memory.place,
             "side_files": [name for name, _ in self.side_files],
+            "notes": list(self.notes),
             "warnings": list(self.warnings),
             "errors": list(self.errors),
         }
@@ -144,7 +130,7 @@ def make_plan(
     overwrite: bool = False,
     report: ReportOptions = _DEFAULT_REPORT,
 ) -> Plan:
-    """Plan a conversion, reading no weights.
+    """Plan a conversion, reading no weights but a quantized checkpoint's zero points.
 
     Raises:
         ConvertError: the calibration text, the evaluation text or the tokenizer cannot be read.
@@ -154,6 +140,11 @@ def make_plan(
     warnings = [p.message for p in problems if p.severity != "error"]
     if uses_gptq(recipe) and recipe.gptq.solver == "auto-gptq" and (problem := auto_gptq_problem()):
         errors.append(problem)
+    kept = KeptModules({}) if errors else plan_kept_codes(source, recipe)
+    if recipe.int4.requantize == "never":
+        errors += [f"{message}, which --no-requantize (int4.requantize never) forbids" for message in kept.requantized]
+    elif recipe.int4.requantize == AUTO:
+        warnings += kept.requantized
     windows = calibration_windows(source, recipe.calibration) if recipe.calibration.enabled and not errors else None
     evaluation = None
     if report.evaluate is not None and not errors:
@@ -168,9 +159,10 @@ def make_plan(
         source=source.identity,
         side_files=[name for name, _ in side_files],
         calibration=None if windows is None else windows.record,
+        kept=kept.modules,
     )
-    rows = tuple(_rows(manifest))
-    warnings += _padding_warnings(manifest, recipe)
+    rows = tuple(module_rows(manifest))
+    warnings += padding_warnings(manifest, recipe)
     few = windows is not None and windows.tokens < LEAST_CALIBRATION_TOKENS
     if windows is not None and few and not recipe.calibration.allow_few_tokens:
         errors.append(
@@ -213,6 +205,7 @@ def make_plan(
         windows=windows,
         warnings=tuple(warnings),
         errors=tuple(errors),
+        notes=kept.notes + (kept.requantized if recipe.int4.requantize == "always" else ()),
         depth=depth,
         evaluation=evaluation,
     )
@@ -235,60 +228,6 @@ def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:
         else:
             kept.append((side_file_name(name), content))
     return sorted(kept, key=lambda item: item[0]), left
-
-
-def _rows(manifest: Manifest) -> list[ModuleRow]:
-    layers = manifest.model.num_layers
-    sizes: dict[tuple[str, str], int] = {}
-    for tensor in all_tensors(manifest):
-        owner, _, suffix = tensor.name.rpartition(".")
-        sizes[owner, suffix.removesuffix("_scale")] = (
-            sizes.get((owner, suffix.removesuffix("_scale")), 0) + tensor.nbytes
-        )
-    rows = []
-    kinds = [(f"layers.0.{m}", m, layers) for m in MODULES] + [("head", "head", 1)]
-    for name, module, count in kinds:
-        for weight_format, spec in manifest.weights.get(name, {}).items():
-            stored = sizes[name, weight_format]
-            rows.append(
-                ModuleRow(
-                    module=module,
-                    format=weight_format,
-                    shape=spec.shape,
-                    padded_shape=spec.padded_shape,
-                    group_size=spec.group_size,
-                    gain=spec.gain,
-                    scale_method=spec.scale_method,
-                    bytes=stored * count,
-                    bits_per_weight=8 * stored / (spec.shape[0] * spec.shape[1]),
-                )
-            )
-    embed = next(t for t in all_tensors(manifest) if t.name == "embed")
-    rows.append(_embedding_row(embed))
-    return rows
-
-
-def _embedding_row(embed: TensorSpec) -> ModuleRow:
-    shape = (embed.shape[0], embed.shape[1])
-    return ModuleRow("embed", "bf16", shape, shape, None, "none", None, embed.nbytes, 16.0)
-
-
-def _padding_warnings(manifest: Manifest, recipe: Recipe) -> list[str]:
-    """A message for each module whose group size does not divide its input, with the sizes that do."""
-    messages = []
-    for name, module in [*((f"layers.0.{m}", m) for m in MODULES), ("head", "head")]:
-        spec = manifest.weights.get(name, {}).get("int4")
-        if spec is None or spec.group_size is None or spec.shape[1] % spec.group_size == 0:
-            continue
-        cols = spec.shape[1]
-        dividing = [g for g in (32, 64, 128) if cols % g == 0]
-        remedy = f"; --group-size {' or '.join(map(str, dividing))} divides it" if dividing else ""
-        forced = "" if recipe.int4.group_size == AUTO else " as forced"
-        messages.append(
-            f"{module}: group size {spec.group_size}{forced} does not divide its {cols} inputs, which are padded to "
-            f"{spec.padded_shape[1]}{remedy}"
-        )
-    return messages
 
 
 def _size(count: int) -> str:

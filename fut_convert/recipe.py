@@ -93,6 +93,8 @@ class Int4Recipe:
         gain: `runtime` leaves the RMSNorm gain to the decode path, `folded` multiplies it into the weights.
         scale_dtype: storage type of the scales.
         nibble_order: name of the fragment order, see `fut_runtime.artifact.fragment`.
+        requantize: where the checkpoint brings INT4 codes of its own, `auto` keeps those that the artifact can hold and
+            quantizes the others anew by the rest of this section, `always` all, `never` refuses to.
     """
 
     method: str = _key("rtn", _one_of("rtn", "gptq"))
@@ -101,6 +103,7 @@ class Int4Recipe:
     gain: str = _key("runtime", _one_of("runtime", "folded"))
     scale_dtype: str = _key("bfloat16", _one_of(*SCALE_DTYPES))
     nibble_order: str = _key(DEFAULT_NIBBLE_ORDER, _one_of(*NIBBLE_ORDERS))
+    requantize: str = _key(AUTO, _one_of(AUTO, "always", "never"))
 
 
 @dataclass(frozen=True)

@@ -66,5 +66,6 @@ class ConversionResult:
             "step_peak_device_bytes": self.step_peak_device_bytes,
             **finite(self.measurements.to_dict()),
             "report": None if self.report is None else self.report.name,
+            "notes": list(self.plan.notes),
             "warnings": list(self.plan.warnings),
         }

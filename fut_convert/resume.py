@@ -70,8 +70,7 @@ def kept_progress(out: Path) -> str | None:
 def _files(source: Source) -> dict[str, list[int]]:
     """Size of every file that is read, and when it was changed unless its commit says what it holds."""
     location = source.location
-    names = {info.file for info in source.tensors.values()}
-    paths = {name: location / name if location.is_dir() else location for name in names}
+    paths = {name: location / name if location.is_dir() else location for name in source.weight_files}
     paths |= {name: content for name, content in source.side_files() if isinstance(content, Path)}
     pinned = "commit" in source.identity
     found = {name: path.stat() for name, path in sorted(paths.items())}

@@ -40,6 +40,7 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
         f"({size(plan.free_bytes)} free in {out.parent})",
         *_memory_lines(plan.memory),
         "no calibration" if calibration is None else f"calibration: {_text(calibration)}",
+        *plan.notes,
         *([] if plan.evaluation is None else [f"evaluation: {_text(plan.evaluation.record)}"]),
         f"side files: {', '.join(shown(name) for name, _ in plan.side_files) or 'none'}",
     ]

@@ -54,6 +54,7 @@ def report_contents(result: ConversionResult, files_sha256: str) -> dict[str, An
             }
             for step, seconds in sorted(result.step_seconds.items(), key=lambda item: -item[1])
         ],
+        "notes": list(plan.notes),
         "warnings": list(plan.warnings),
     }
     checked: dict[str, Any] = finite(contents)

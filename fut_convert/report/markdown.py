@@ -40,6 +40,9 @@ def _head(contents: dict[str, Any]) -> Iterator[str]:
         ],
         align="ll",
     )  # fmt: skip
+    for note in contents["notes"]:
+        yield ""
+        yield f"{note}."
 
 
 def _stored_formats(modules: Sequence[dict[str, Any]]) -> list[str]:

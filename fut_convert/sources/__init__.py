@@ -7,8 +7,9 @@ from pathlib import Path
 
 from fut_convert.errors import CheckpointError
 from fut_convert.sources.base import Problem, SideFile, Source, TensorInfo
+from fut_convert.sources.grouped_codes import Packing
 
-__all__ = ["Problem", "SideFile", "Source", "TensorInfo", "open_source"]
+__all__ = ["Packing", "Problem", "SideFile", "Source", "TensorInfo", "open_source"]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 

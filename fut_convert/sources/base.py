@@ -6,7 +6,7 @@ A source reads one tensor, or some rows of one, at a time, so that memory stays 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fut_convert.errors import CheckpointError
+from fut_convert.sources.grouped_codes import Packing
 from fut_convert.sources.names import EMBEDDING, HEAD, expected_tensors
 from fut_convert.sources.quantized import quantized_tensors
 from fut_runtime.artifact.spec import ModelSpec
@@ -25,6 +26,13 @@ SideFile = tuple[str, Path | bytes]
 
 #: Element types a checkpoint's weights may have, by their safetensors names.
 FLOAT_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: All that files are read in: those, and what quantized weights are stored in.
+STORED_DTYPES: dict[str, torch.dtype] = {
+    **FLOAT_DTYPES,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 #: Rows compared at a time when a tied checkpoint also stores its head.
 _COMPARE_ROWS = 4096
@@ -70,11 +78,14 @@ class Source(ABC):
         identity: where it came from, without any path: `kind`, and what identifies it within its kind.
         spec: the model it holds.
         dtype: stored type of most of its bytes, named as in TensorInfo.
-        tensors: every tensor it can load, by Hugging Face name.
+        tensors: every tensor it can load, by Hugging Face name; a quantized matrix under the name it has in a plain
+            checkpoint.
         location: the file or directory it is read from.
+        quantized: names of the matrices that are dequantized, each as a whole, when they are loaded.
     """
 
     location: Path
+    quantized: frozenset[str] = frozenset()
 
     #: Stored types that `load` understands.
     readable_dtypes: frozenset[str] = frozenset(FLOAT_DTYPES)
@@ -90,6 +101,11 @@ class Source(ABC):
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
+    def weight_files(self) -> list[str]:
+        """Names of the files that tensors are read from, sorted."""
+        return sorted({info.file for info in self.tensors.values()})
+
+    @property
     def dtype(self) -> str:
         """Stored type that holds most of the bytes."""
         sizes: dict[str, int] = {}
@@ -100,7 +116,7 @@ class Source(ABC):
     def load(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in memory of its own.
 
-        Its dtype is the stored one; float32 where the file holds it quantized (GGUF).
+        Its dtype is the stored one; float32 where the file holds it quantized.
 
         Raises:
             CheckpointError: there is no such tensor, its file ends too early, or a value is not finite.
@@ -126,8 +142,26 @@ class Source(ABC):
             )
         return tensor
 
+    def packing(self, name: str) -> Packing | None:
+        """Whether the INT4 codes that a matrix is stored in can be kept; None where it is stored otherwise.
+
+        Raises:
+            CheckpointError: its zero points or groups cannot be read.
+        """
+        return None
+
+    def load_codes(self, name: str, group_size: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a matrix whose `packing` has no obstacle, see `StoredFormat.codes`.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        raise NotImplementedError(f"{name} is not stored in INT4 codes that can be kept")
+
     def check(self) -> list[Problem]:
         """Compare what the files hold with what the config promises, reading no weights but a duplicated tied head.
+
+        Of quantized matrices it reads the zero points and the order of the groups.
 
         Finds truncated files, quantized formats, missing and unexpected tensors, wrong shapes and types, and a head
         that differs from the embedding it is said to be tied to.
@@ -140,7 +174,8 @@ class Source(ABC):
         for name, shape in expected.items():
             info = self.tensors.get(name)
             if info is None:
-                problems.append(Problem("error", self._missing(name, shape)))
+                if name not in self._reported():
+                    problems.append(Problem("error", self._missing(name, shape)))
             elif info.dtype not in self.readable_dtypes:
                 allowed = ", ".join(sorted(self.readable_dtypes))
                 problems.append(
@@ -149,7 +184,7 @@ class Source(ABC):
             elif info.shape != shape:
                 problems.append(Problem("error", self._wrong_shape(info, shape)))
         for name, info in self.tensors.items():
-            if name in expected or _is_harmless(name):
+            if name in expected or self._is_harmless(info):
                 continue
             if name == HEAD and self.spec.tie_word_embeddings:
                 problems.extend(self._check_tied_head(info))
@@ -210,6 +245,14 @@ class Source(ABC):
             )
         ]
 
+    def _reported(self) -> Collection[str]:
+        """Names of tensors that cannot be loaded for a reason that `_file_problems` gives."""
+        return ()
+
+    def _is_harmless(self, info: TensorInfo) -> bool:
+        """Whether a tensor can be ignored, as rotary frequencies, which old checkpoints stored: the config has them."""
+        return info.name.endswith("rotary_emb.inv_freq")
+
     @abstractmethod
     def _read_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Rows of a tensor, in memory of their own."""
@@ -233,8 +276,3 @@ class Source(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _is_harmless(name: str) -> bool:
-    """Whether a tensor can be ignored: rotary frequencies, which old checkpoints stored and the config determines."""
-    return name.endswith("rotary_emb.inv_freq")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,12 +16,17 @@ from fut_convert.sources.config import model_spec
 from fut_convert.sources.file_kinds import (
     SAFETENSORS_INDEX,
     SAFETENSORS_SINGLE,
+    TORCH_INDEX,
     TORCH_SINGLE,
     WEIGHT_ENTRIES,
     is_side_file,
     missing_companions,
+    weight_entries,
 )
+from fut_convert.sources.grouped_codes import Packing
 from fut_convert.sources.names import HEAD
+from fut_convert.sources.quantized_formats import CONFIG_KEY, stored_format
+from fut_convert.sources.quantized_matrices import QuantizedMatrices
 from fut_convert.sources.safetensors_file import SafetensorsFile
 from fut_convert.sources.torch_file import TorchFile
 from fut_runtime.artifact.spec import ModelSpec
@@ -49,7 +54,8 @@ class DirectorySource(Source):
             if generation_path.exists()
             else None
         )
-        spec = model_spec(config, generation, self._name)
+        quantized = stored_format(config, self._json_file, self._name)
+        spec = model_spec({k: v for k, v in config.items() if k != CONFIG_KEY}, generation, self._name)
         self._files: dict[str, WeightFile] = {}
         self._problems: list[Problem] = []
         try:
@@ -57,6 +63,12 @@ class DirectorySource(Source):
         except BaseException:
             self.close()
             raise
+        self._matrices: QuantizedMatrices | None = None
+        if quantized is not None:
+            self._matrices = QuantizedMatrices(quantized, tensors, self._read)
+            tensors = self._matrices.tensors
+            self.quantized = self._matrices.names
+            self.readable_dtypes = self.readable_dtypes | {quantized.title}
         self._warn_about(config)
         super().__init__(identity, _resolve_tied(spec, config, tensors), tensors)
 
@@ -67,13 +79,45 @@ class DirectorySource(Source):
         for file in self._files.values():
             file.close()
 
+    @property
+    def weight_files(self) -> list[str]:
+        return sorted(self._files)
+
+    def packing(self, name: str) -> Packing | None:
+        return self._matrices.packing(name) if self._matrices is not None and name in self.quantized else None
+
+    def load_codes(self, name: str, group_size: int, columns: int) -> tuple[Tensor, Tensor]:
+        if self._matrices is None:
+            return super().load_codes(name, group_size, columns)
+        return self._matrices.codes(name, group_size, columns)
+
+    def _read(self, info: TensorInfo) -> Tensor:
+        return self._files[info.file].read(info)
+
     def _read_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:
+        if self._matrices is not None and info.name in self.quantized:
+            return self._matrices.weight(info.name)[start:stop]
         return self._files[info.file].read_rows(info, start, stop)
+
+    def _is_harmless(self, info: TensorInfo) -> bool:
+        return super()._is_harmless(info) or (self._matrices is not None and self._matrices.zero_bias(info))
+
+    def _reported(self) -> Collection[str]:
+        return () if self._matrices is None else self._matrices.broken
 
     def _file_problems(self) -> list[Problem]:
         problems = [problem for file in self._files.values() for problem in file.problems]
         missing = missing_companions(self._side_file_names())
+        if self._matrices is not None:
+            # Of a truncated file nothing need be read to refuse it.
+            problems += self._matrices.problems + ([] if problems else self._matrices.check())
         return problems + self._problems + [Problem("warning", f"{self._name}: {text}") for text in missing]
+
+    def _json_file(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the checkpoint that need not be there."""
+        return (
+            read_json_object(self._contained(name), f"{self._name}: {name}") if (self._root / name).exists() else None
+        )
 
     def _side_file_names(self) -> list[str]:
         paths = [p for p in (*self._root.glob("*"), *self._root.glob("*/*")) if p.is_file()]
@@ -102,7 +146,7 @@ class DirectorySource(Source):
             raise CheckpointError(f"{self._name}: no config.json, so not a Hugging Face checkpoint")
 
     def _open_weights(self) -> dict[str, TensorInfo]:
-        present = [name for name in WEIGHT_ENTRIES if (self._root / name).exists()]
+        present = weight_entries(path.name for path in self._root.iterdir())
         if not present:
             raise CheckpointError(f"{self._name}: no weights; expected one of {', '.join(WEIGHT_ENTRIES)}")
         entry = present[0]
@@ -115,9 +159,9 @@ class DirectorySource(Source):
                 )
             )
         opener: Callable[[Path, str], WeightFile] = (
-            SafetensorsFile if entry in (SAFETENSORS_SINGLE, SAFETENSORS_INDEX) else TorchFile
+            TorchFile if entry in (TORCH_SINGLE, TORCH_INDEX) else SafetensorsFile
         )
-        if entry in (SAFETENSORS_SINGLE, TORCH_SINGLE):
+        if entry not in (SAFETENSORS_INDEX, TORCH_INDEX):
             file = self._files[entry] = opener(self._contained(entry), entry)
             return dict(file.tensors)
         return self._open_indexed(entry, opener)

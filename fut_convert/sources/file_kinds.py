@@ -23,6 +23,16 @@ _NOT_SIDE_SUFFIXES: tuple[str, ...] = (
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
+def weight_entries(names: Iterable[str]) -> list[str]:
+    """Which of a checkpoint's files to begin with to read its weights, the first choice first.
+
+    auto-gptq's own name for a file (`gptq_model-4bit-128g.safetensors`) is taken where there is no other.
+    """
+    present = set(names)
+    own = [name for name in present if name.startswith("gptq_model-") and name.endswith(".safetensors")]
+    return [name for name in WEIGHT_ENTRIES if name in present] or (own if len(own) == 1 else [])
+
+
 def is_side_file(name: str) -> bool:
     """Whether a file, named relative to the checkpoint, is copied into the artifact byte for byte.
 

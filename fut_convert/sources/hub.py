@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from fut_convert.errors import CheckpointError, HubError, UnsupportedModelError
 from fut_convert.sources.config import model_spec
 from fut_convert.sources.directory import DirectorySource, read_json_object
-from fut_convert.sources.file_kinds import SAFETENSORS_INDEX, TORCH_INDEX, WEIGHT_ENTRIES, is_side_file
+from fut_convert.sources.file_kinds import SAFETENSORS_INDEX, TORCH_INDEX, WEIGHT_ENTRIES, is_side_file, weight_entries
 
 DEFAULT_REVISION = "main"
 
@@ -99,7 +99,7 @@ class _Fetch:
     def needed_files(self, commit: str) -> list[str]:
         """Names of the weights and side files: of several formats of the weights, only the one that is read."""
         listing = self._listing(commit)
-        entry = next((name for name in WEIGHT_ENTRIES if name in listing), None)
+        entry = next(iter(weight_entries(listing)), None)
         if entry is None:
             raise CheckpointError(f"{self._model}: no weights; expected one of {', '.join(WEIGHT_ENTRIES)}")
         weights = {entry}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fut_convert.errors import CheckpointError
-from fut_convert.sources.base import FLOAT_DTYPES, Problem, TensorInfo
+from fut_convert.sources.base import STORED_DTYPES, Problem, TensorInfo
 
 #: Bits of one element; types that are not here are not measured (and not readable).
 _DTYPE_BITS: dict[str, int] = {
@@ -69,25 +69,33 @@ class SafetensorsFile:
         """Rows `start` to `stop` of a tensor, [rows, ...] in its stored dtype.
 
         Raises:
-            CheckpointError: the file ends too early, or its dtype is not a float one.
+            CheckpointError: the file ends too early, or its dtype is none of STORED_DTYPES.
         """
-        dtype = FLOAT_DTYPES.get(info.dtype)
-        if dtype is None:
-            raise CheckpointError(
-                f"{self.name}: {info.name} is stored as {info.dtype}; readable are {', '.join(FLOAT_DTYPES)}"
-            )
-        tensor = torch.empty((stop - start, *info.shape[1:]), dtype=dtype)
-        if tensor.numel() == 0:
-            return tensor
-        row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
-        self._read_into(tensor.view(torch.uint8).numpy().data.cast("B"), info.name, start * row_bytes)
-        return tensor
+        return self._read(info, (stop - start, *info.shape[1:]), start * math.prod(info.shape[1:]))
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """A whole tensor of any rank, see `read_rows`."""
+        return self._read(info, info.shape, 0)
 
     def close(self) -> None:
         """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _read(self, info: TensorInfo, shape: tuple[int, ...], skip: int) -> Tensor:
+        """The elements of a tensor from `skip` on that fill a shape."""
+        dtype = STORED_DTYPES.get(info.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.name}: {info.name} is stored as {info.dtype}; readable are {', '.join(STORED_DTYPES)}"
+            )
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel() == 0:
+            return tensor
+        octets = tensor.view(-1).view(torch.uint8).numpy().data.cast("B")
+        self._read_into(octets, info.name, skip * dtype.itemsize)
+        return tensor
 
     def _read_into(self, buffer: memoryview, tensor: str, skip: int) -> None:
         if self._descriptor is None:

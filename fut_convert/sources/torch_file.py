@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fut_convert.errors import CheckpointError
-from fut_convert.sources.base import FLOAT_DTYPES, Problem, TensorInfo
+from fut_convert.sources.base import STORED_DTYPES, Problem, TensorInfo
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+_DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 #: Bytes copied out of the mapping before it is made anew. Pages once touched count as resident memory until the
 #: mapping goes, which would add up to the size of the file.
@@ -44,16 +44,23 @@ class TorchFile:
 
     def read_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a tensor, [rows, ...] in its stored dtype, copied out of the mapping."""
-        rows = self._open()[info.name][start:stop].clone(memory_format=torch.contiguous_format)
-        self._touched_bytes += rows.nbytes
-        if self._touched_bytes > _REMAP_BYTES:
-            self.close()
-        return rows
+        return self._copied(self._open()[info.name][start:stop])
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """A whole tensor of any rank, see `read_rows`."""
+        return self._copied(self._open()[info.name])
 
     def close(self) -> None:
         """Drop the mapping; it is made again when a tensor is read."""
         self._state = None
         self._touched_bytes = 0
+
+    def _copied(self, mapped: Tensor) -> Tensor:
+        copy = mapped.clone(memory_format=torch.contiguous_format)
+        self._touched_bytes += copy.nbytes
+        if self._touched_bytes > _REMAP_BYTES:
+            self.close()
+        return copy
 
     def _open(self) -> dict[str, Tensor]:
         if self._state is None:

@@ -42,7 +42,7 @@ class WeightSpec:
         scale_dtype: storage type of the scales (`float32` for E4M3, `bfloat16` or `float16` for INT4).
         nibble_order: INT4 only: name and version of the fragment order, see `fragment.py`.
         scale_order: INT4 only: name and version of the order of the scales.
-        method: how the codes were chosen (`rtn`, `gptq`).
+        method: how the codes were chosen (`rtn`, `gptq`; `packed:…` where the checkpoint brought them).
         scale_method: how the scales were chosen.
     """
 

@@ -81,13 +81,14 @@ def test_the_options_override_the_recipe(checkpoint: Path, tmp_path: Path) -> No
         "margin": "2", "max-shard-gb": "0.5", "group-size": "auto", "calibration-field": "body",
     }  # fmt: skip
     args = [word for name, value in options.items() for word in (f"--{name}", value)]
-    result = run(checkpoint, tmp_path / "out", "--recipe", "demo", "--dry-run", "--json", "--allow-few-tokens", *args)
+    result = run(checkpoint, tmp_path / "out", "--recipe", "demo", "--dry-run", "--json", "--allow-few-tokens",
+                 "--no-requantize", *args)  # fmt: skip
     assert result.exit_code == 0, result.output
     recipe = json.loads(result.stdout)["recipe"]
     assert recipe["name"] == "demo"
     assert recipe["int4"] == {
         "method": "rtn", "scale_method": "search", "group_size": "auto", "gain": "folded", "scale_dtype": "float16",
-        "nibble_order": "linear/1",
+        "nibble_order": "linear/1", "requantize": "never",
     }  # fmt: skip
     assert recipe["calibration"] == {
         "enabled": True, "text": "text.txt", "field": "body", "windows": 3, "window_tokens": 20,

@@ -1,0 +1,164 @@
+"""Checkpoints that are quantized already, written from the definitions of their formats, in plain NumPy.
+
+Every projection of a synthetic checkpoint becomes random codes, scales and zero points; a packer of one of the formats
+turns those into tensors. What they stand for is known from before the packing.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from synthetic_checkpoint import CheckpointShape, write_checkpoint
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix: weight[n, k] = (codes[n, k] - zeros[n, g]) · scales[n, g] with g = index[k].
+
+    Attributes:
+        codes: [out, in], 0..15.
+        scales: [out, groups], in the type of the checkpoint.
+        zeros: [out, groups], 0..15.
+        index: [in], the group of each column.
+    """
+
+    codes: np.ndarray
+    scales: Tensor
+    zeros: np.ndarray
+    index: np.ndarray
+
+    def weight(self) -> Tensor:
+        """float32 [out, in]; exact."""
+        levels = self.codes.astype(np.float32) - self.zeros[:, self.index].astype(np.float32)
+        return torch.from_numpy(levels * self.scales.float().numpy()[:, self.index])
+
+
+#: Tensors of one module, by the last part of their names.
+Parts = dict[str, Tensor]
+Packer = Callable[[Quantized], Parts]
+
+
+def random_quantized(
+    name: str,
+    shape: tuple[int, int],
+    group: int,
+    *,
+    zeros: str = "symmetric",
+    permuted: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
+) -> Quantized:
+    """A matrix with entries near N(0, 1/in).
+
+    Args:
+        group: columns a group; the last may have fewer.
+        zeros: `symmetric` (8 everywhere), `asymmetric` (1..15), or `with_zero` (0..15, with a 0 in every group).
+        permuted: spread the columns over the groups as act-order without static groups does.
+    """
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    rows, cols = shape
+    groups = -(-cols // group)
+    codes = np.clip(np.rint(rng.standard_normal(shape) * 3 + 8), 0, 15).astype(np.uint8)
+    scales = torch.from_numpy((rng.uniform(0.5, 1.5, (rows, groups)) / 3 / np.sqrt(cols)).astype(np.float32))
+    zero_points = np.full((rows, groups), 8)
+    if zeros != "symmetric":
+        zero_points = rng.integers(1, 16, (rows, groups))
+    if zeros == "with_zero":
+        zero_points[::4] = 0
+    index = np.arange(cols) // group
+    if permuted:
+        index = index[rng.permutation(cols)]
+    return Quantized(codes, scales.to(scale_dtype), zero_points, index)
+
+
+def packed_words(nibbles: np.ndarray, places: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
+    """int32 [..., m]: nibbles [..., 8·m] in words of eight; nibble i of a word is element places[i] of its eight."""
+    eights = nibbles.astype(np.uint32).reshape(*nibbles.shape[:-1], -1, 8)
+    words = np.zeros(eights.shape[:-1], np.uint32)
+    for i, place in enumerate(places):
+        words |= eights[..., place] << np.uint32(4 * i)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def gptq_parts(matrix: Quantized, version: int = 1) -> Parts:
+    """AutoGPTQ's and GPTQModel's tensors; version 1 stores zero points less one, masked to four bits."""
+    zeros = matrix.zeros.T if version == 2 else (matrix.zeros.T - 1) & 15
+    return {
+        "qweight": packed_words(matrix.codes).T.contiguous(),
+        "qzeros": packed_words(zeros),
+        "scales": matrix.scales.T.contiguous(),
+        "g_idx": torch.from_numpy(matrix.index.astype(np.int32)),
+    }
+
+
+def gptq_config(group: int, **more: Any) -> dict[str, Any]:
+    """`quantization_config` of a GPTQ checkpoint."""
+    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, **more}
+
+
+def is_projection(name: str) -> bool:
+    """Whether a tensor is one of those that such checkpoints quantize."""
+    return name.endswith("_proj.weight")
+
+
+def write_quantized(
+    directory: Path,
+    make: Callable[[str, tuple[int, int]], Quantized],
+    pack: Packer,
+    config: Mapping[str, Any] | None,
+    *,
+    change: Callable[[dict[str, Tensor]], None] | None = None,
+    files: Mapping[str, Mapping[str, Any]] | None = None,
+    **sizes: Any,
+) -> dict[str, Quantized]:
+    """Write a checkpoint with every projection quantized.
+
+    Args:
+        make: gives the quantized matrix of a name and shape.
+        pack: its tensors in the format wanted.
+        config: `quantization_config` for config.json, or None for none.
+        change: may edit the tensors before they are written.
+        files: further JSON files.
+        sizes: of `CheckpointShape`.
+
+    Returns:
+        The matrices by the name of the weight they stand for.
+    """
+    matrices: dict[str, Quantized] = {}
+
+    def quantize(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if is_projection(name)]:
+            shape = tuple(tensors.pop(name).shape)
+            matrices[name] = make(name, (shape[0], shape[1]))
+            parts = pack(matrices[name])
+            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+        if change is not None:
+            change(tensors)
+
+    spec = replace(CheckpointShape(intermediate=320), **sizes)
+    write_checkpoint(directory, spec, quantize)
+    added = dict(files or {})
+    if config is not None:
+        added["config.json"] = {**json.loads((directory / "config.json").read_text()), "quantization_config": config}
+    for name, contents in added.items():
+        (directory / name).write_text(json.dumps(contents))
+    return matrices
+
+
+def write_dequantized(directory: Path, matrices: Mapping[str, Quantized], **sizes: Any) -> Path:
+    """The plain checkpoint of the same weights, in FP32."""
+
+    def dequantize(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = matrices[name].weight() if name in matrices else tensor.float()
+
+    # What is not quantized is rounded as in the quantized checkpoint first.
+    return write_checkpoint(directory, replace(CheckpointShape(intermediate=320), **sizes), dequantize)
