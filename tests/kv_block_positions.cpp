@@ -47,7 +47,7 @@ int main() {
   for (const int kv_heads : {1, 2, 3, 8, 32, 128}) {
     int most = 0;
     for (int context = 1; context <= 131072; context = context < 4096 ? context + 1 : context + 511) {
-      const int size = fut::piece_tokens(context, kv_heads);
+      const int size = 1 << fut::piece_shift(context, kv_heads);
       const int pieces = (context + size - 1) / size;
       most = pieces > most ? pieces : most;
       if (pieces > fut::max_pieces(context, kv_heads)) std::printf("too_many %d %d\n", context, kv_heads);

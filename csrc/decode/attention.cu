@@ -12,6 +12,8 @@ namespace {
 // Leaves room for a CTA of the kernel before or after on the same SM.
 constexpr int kSharedBytes = 110 * 1024;
 constexpr int kMaxGroup = 16;
+// Two, so that one attends while the other prepares or merges. Where the work is short, the second ones end at once.
+constexpr int kBlocksPerSm = 2;
 
 struct Workspace {
   int64_t counters, sums, bytes;  // offsets; the pieces' outputs follow the sums
@@ -91,8 +93,10 @@ cudaError_t launch_traits(const AttentionCall& call, AttentionParams params, cud
   error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   using Layout = SharedLayout<Traits>;
-  params.stages = std::min((kSharedBytes - Layout::ring(params.group)) / Traits::kSlotBytes, kMaxStages);
-  const int shared_bytes = Layout::bytes(params.group, params.stages);
+  const int most_slots = (kSharedBytes - Layout::ring(params.group)) / Traits::kSlotBytes;
+  while (params.ring_shift < kMostRingShift && 2 << params.ring_shift <= most_slots) ++params.ring_shift;
+  if (1 << params.ring_shift < Traits::kSlotStep) return cudaErrorInvalidConfiguration;
+  const int shared_bytes = Layout::bytes(params.group, params.ring_shift);
   error = cudaFuncSetAttribute(attend_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
   error = share_multiprocessor(attend_kernel<Traits>);
@@ -104,7 +108,7 @@ cudaError_t launch_traits(const AttentionCall& call, AttentionParams params, cud
     dependent = true;
   }
   const int64_t items = int64_t{params.rows} * params.kv_heads * params.max_pieces;
-  const int grid = static_cast<int>(std::min<int64_t>(sms, items));
+  const int grid = static_cast<int>(std::min<int64_t>(int64_t{kBlocksPerSm} * sms, items));
   return launch(attend_kernel<Traits>, grid, Traits::kThreads, shared_bytes, dependent, params, stream);
 }
 

@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include "attention_bf16.cuh"
+#include "attention_int4.cuh"
 #include "attention_layout.cuh"
 #include "attention_merge.cuh"
 #include "attention_producer.cuh"
@@ -76,36 +78,45 @@ class AttentionConsumer {
   __device__ AttentionConsumer(const AttentionParams& params, uint8_t* shared)
       : params_(params),
         shared_(shared),
-        lane_(threadIdx.x & 31),
         barriers_(*reinterpret_cast<AttentionBarriers*>(shared + Layout::kBarriers)) {}
 
   __device__ void run() {
-    for (uint32_t index = 0;; ++index) {
-      const int stage = index % kItemSlots;
-      barrier_wait(&barriers_.item_full[stage], index / kItemSlots & 1);
-      if (record(index).item.pieces == 0) break;
-      prepare(record(index), reinterpret_cast<const float*>(shared_ + Layout::raw(params_.group, stage)));
+    for (;;) {
+      const uint32_t begun = items_passed();
+      barrier_wait(&barriers_.item_full[begun % kItemSlots], begun / kItemSlots & 1);
+      if (record(begun).item.pieces == 0) break;
+      prepare(record(begun), reinterpret_cast<const float*>(shared_ + Layout::raw(params_.group, begun % kItemSlots)));
       synchronize();
       RunningSums<kDim, Traits::kHeadTiles> sums;
-      attend(record(index), sums);
-      // Asked for anew: the units need the registers that its address would take.
-      asm volatile("" : "+r"(index));
-      merge(record(index).item, sums);
+      attend(record(begun), sums);
+      const uint32_t attended = items_passed();
+      merge(record(attended).item, sums);
       __syncwarp();
-      if (lane_ == 0) barrier_arrive(&barriers_.item_empty[index % kItemSlots]);
+      if (this_lane() == 0) {
+        barrier_arrive(&barriers_.item_empty[attended % kItemSlots]);
+        items_passed() = attended + 1;
+      }
+      __syncwarp();
     }
   }
 
  private:
-  // Read anew wherever it is asked for, so that neither it nor what follows from it takes a register all along.
-  __device__ __forceinline__ static int warp() {
+  // Read anew wherever they are asked for, so that neither they nor what follows from them take registers all along.
+  __device__ __forceinline__ static uint32_t thread() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return static_cast<int>(thread >> 5);
+    return thread;
   }
+  __device__ __forceinline__ static int warp() { return static_cast<int>(thread() >> 5); }
+  __device__ __forceinline__ static int this_lane() { return static_cast<int>(thread() & 31); }
 
   __device__ __forceinline__ static void synchronize() {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * kWarps) : "memory");
+  }
+
+  // The warp's count of items; it waits in shared memory while the units need the registers.
+  __device__ __forceinline__ volatile uint32_t& items_passed() const {
+    return reinterpret_cast<uint32_t*>(shared_ + Layout::kItemsPassed)[warp()];
   }
 
   __device__ __forceinline__ const ItemRecord& record(uint32_t index) const {
@@ -119,6 +130,7 @@ class AttentionConsumer {
   // Queries, and K and V of the newest token, spread over the warps.
   __device__ __forceinline__ void prepare(const ItemRecord& record, const float* raw) {
     const int group = params_.group;
+    const int lane = this_lane();
     const float* const keys = raw + group * kDim;
     const float* const cosine = keys + 2 * kDim;
     const float* const sine = cosine + kDim / 2;
@@ -126,60 +138,62 @@ class AttentionConsumer {
     for (int task = warp(); task < tasks; task += kWarps) {
       if (task < group) {
         prepare_query<Traits>(params_, raw + task * kDim, cosine, sine, task, shared_ + Layout::kQuery,
-                              reinterpret_cast<float2*>(shared_ + Layout::kHeads), lane_);
+                              reinterpret_cast<float2*>(shared_ + Layout::kHeads), lane);
       } else {
         const int which = task - group;
         prepare_newest<kDim, Traits::kBits>(newest(), which, keys + which * kDim, params_.k_norm, params_.eps, cosine,
-                                            sine, params_.rotation, params_.zero_point, lane_);
+                                            sine, params_.rotation, params_.zero_point, lane);
         store_newest<kDim, Traits::kBits>(record.append_block, newest(), which, (record.item.context - 1) % kPageTokens,
-                                          lane_);
+                                          lane);
       }
     }
   }
 
   __device__ __forceinline__ void attend(const ItemRecord& record, RunningSums<kDim, Traits::kHeadTiles>& sums) {
+    const int lane = this_lane();
     const QueryFragments<kDim, Traits::kHeadTiles> query(
-        shared_ + Layout::kQuery, reinterpret_cast<const float2*>(shared_ + Layout::kHeads), lane_);
+        shared_ + Layout::kQuery, reinterpret_cast<const float2*>(shared_ + Layout::kHeads), lane);
     sums.clear(Traits::kBits == 4 ? kFirstValueFactor : 1.0f);
 
     // A warp visits the slots that hold its units; in INT4 mode two warps share a slot. `left` counts from the unit's
     // first token to the end of the piece.
-    constexpr int kSlotStep = kWarps / Traits::kUnitsPerSlot;
     const int unit = warp();
     const int within_slot = unit % Traits::kUnitsPerSlot * Traits::kUnitTokens;
     int left = record.item.tokens - unit * Traits::kUnitTokens;
-    RingCursor ring(record.first_slot + unit / Traits::kUnitsPerSlot, params_.stages);
+    uint32_t slot = record.first_slot + unit / Traits::kUnitsPerSlot;
     while (left + within_slot > 0) {
+      const RingPlace ring(slot, params_.ring_shift);
       uint8_t* block = shared_ + Layout::ring(params_.group) + ring.stage * Traits::kSlotBytes;
       // A warp skips the slots of the others, and copies may overtake each other: the slot's last use may not have
-      // arrived yet, and the use before that has the parity waited for. Once the last use has been given back, it has.
+      // arrived yet, and the use before that has the parity waited for. Once the last use has been given back, it has;
+      // and that one is tested rightly, since a ring of kSlotStep slots or more has issued it by now.
       barrier_wait(&barriers_.slot_empty[ring.stage], ring.parity ^ 1);
       barrier_wait(&barriers_.slot_full[ring.stage], ring.parity);
       if (left > 0) {
         if (left <= Traits::kUnitTokens) patch(record, block);
         if constexpr (Traits::kBits == 4) {
-          Int4Unit<kDim, Traits::kHeadTiles>::attend(block, within_slot / Traits::kUnitTokens, left, lane_, query,
-                                                     sums);
+          Int4Unit<kDim, Traits::kHeadTiles>::attend(block, within_slot / Traits::kUnitTokens, left, lane, query, sums);
         } else {
-          Bf16Unit<kDim, Traits::kHeadTiles>::attend(block, left, lane_, query, sums);
+          Bf16Unit<kDim, Traits::kHeadTiles>::attend(block, left, lane, query, sums);
         }
       }
       __syncwarp();
-      if (lane_ == 0) barrier_arrive(&barriers_.slot_empty[ring.stage]);
+      if (lane == 0) barrier_arrive(&barriers_.slot_empty[RingPlace(slot, params_.ring_shift).stage]);
       left -= kWarps * Traits::kUnitTokens;
-      ring.advance(kSlotStep, params_.stages);
+      slot += Traits::kSlotStep;
     }
   }
 
   // For the unit that ends the piece: the copy of the block was made before the newest token was written.
   __device__ __forceinline__ void patch(const ItemRecord& record, uint8_t* block) {
     if (record.append_block == nullptr) return;
+    const int lane = this_lane();
     const int token = (record.item.context - 1) % kPageTokens;
     if constexpr (Traits::kBits == 4) {
 #pragma unroll
-      for (int which = 0; which < 2; ++which) store_newest<kDim, 4>(block, newest(), which, token, lane_);
+      for (int which = 0; which < 2; ++which) store_newest<kDim, 4>(block, newest(), which, token, lane);
     } else {
-      store_newest_sixteen<kDim>(block, newest(), token % 16, lane_);
+      store_newest_sixteen<kDim>(block, newest(), token % 16, lane);
     }
     fence_async_proxy();
     __syncwarp();
@@ -189,6 +203,7 @@ class AttentionConsumer {
     float* const merge_out = reinterpret_cast<float*>(shared_ + Layout::merge(params_.group));
     float2* const merge_sums = reinterpret_cast<float2*>(shared_ + Layout::kMergeSums);
     const int part = warp();
+    const int lane = this_lane();
     const int row_heads = Layout::merge_heads(params_.group);
     const float value_scale = 1.0f / sums.value_factor;
 #pragma unroll
@@ -197,62 +212,61 @@ class AttentionConsumer {
       const int heads = min(params_.group - Traits::kMergeHeads * n, Traits::kMergeHeads);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int head = 2 * (lane_ & 3) + h;
+        const int head = 2 * (lane & 3) + h;
         const float total = token_sum(sums.total[n][h]);
         const float shift = Traits::kBits == 4 ? token_sum(sums.shift[n][h]) : 0.0f;
         if (head < heads) {
-          float* const out = merge_out + (part * row_heads + head) * Traits::kMergeRow + (lane_ >> 2);
+          float* const out = merge_out + (part * row_heads + head) * Traits::kMergeRow + (lane >> 2);
 #pragma unroll
           for (int c = 0; c < Traits::kTiles; ++c) {
             out[16 * c] = fmaf(sums.out[c][n][h], value_scale, shift);
             out[16 * c + 8] = fmaf(sums.out[c][n][h + 2], value_scale, shift);
           }
-          if (lane_ < 4) merge_sums[part * Traits::kMergeHeads + head] = {sums.top[n][h], total};
+          if (lane < 4) merge_sums[part * Traits::kMergeHeads + head] = {sums.top[n][h], total};
         }
       }
       synchronize();
       for (int head = warp(); head < heads; head += kWarps) {
         const SharedPartials<kDim> partials{merge_out + head * Traits::kMergeRow, row_heads * Traits::kMergeRow,
                                             merge_sums + head, Traits::kMergeHeads};
-        MergedHead<kDim> merged = merge_head<kDim>(partials, kWarps, lane_);
-        finish(item, item.kv_head * params_.group + Traits::kMergeHeads * n + head, merged);
+        MergedHead<kDim> merged = merge_head<kDim>(partials, kWarps, lane);
+        finish(item, item.kv_head * params_.group + Traits::kMergeHeads * n + head, merged, lane);
       }
     }
   }
 
   // One warp, with the sums of an item for one head.
-  __device__ __forceinline__ void finish(const Item& item, int head, MergedHead<kDim>& merged) {
+  __device__ __forceinline__ void finish(const Item& item, int head, MergedHead<kDim>& merged, int lane) {
     const int64_t row_head = int64_t{item.row} * params_.heads + head;
     if (item.pieces > 1) {
       const int64_t base = row_head * params_.max_pieces;
       float* const out = params_.piece_out + (base + item.piece) * kDim;
 #pragma unroll
       for (int e = 0; e < HeadVector<kDim>::kPerLane; ++e) {
-        if (HeadVector<kDim>::has(e, lane_)) out[lane_ + 32 * e] = merged.out.x[e];
+        if (HeadVector<kDim>::has(e, lane)) out[lane + 32 * e] = merged.out.x[e];
       }
-      if (lane_ == 0) params_.piece_sums[base + item.piece] = {merged.top, merged.total};
+      if (lane == 0) params_.piece_sums[base + item.piece] = {merged.top, merged.total};
       __syncwarp();
       uint32_t before = 0;
-      if (lane_ == 0) before = arrive_and_wrap(&params_.arrived[row_head], item.pieces - 1);
+      if (lane == 0) before = arrive_and_wrap(&params_.arrived[row_head], item.pieces - 1);
       if (__shfl_sync(~0u, before, 0) != static_cast<uint32_t>(item.pieces - 1)) return;
       const GlobalPartials<kDim> partials{params_.piece_out + base * kDim, params_.piece_sums + base};
-      merged = merge_head<kDim>(partials, item.pieces, lane_);
+      merged = merge_head<kDim>(partials, item.pieces, lane);
     }
     const float inverse = __fdiv_rn(1.0f, merged.total);
 #pragma unroll
     for (int e = 0; e < HeadVector<kDim>::kPerLane; ++e) merged.out.x[e] *= inverse;
-    if (Traits::kBits == 4 && params_.rotation) rotate_head<kDim>(merged.out, lane_);
+    if (Traits::kBits == 4 && params_.rotation) rotate_head<kDim>(merged.out, lane);
 #pragma unroll
     for (int e = 0; e < HeadVector<kDim>::kPerLane; ++e) {
-      if (HeadVector<kDim>::has(e, lane_)) {
-        params_.out[row_head * kDim + lane_ + 32 * e] = __float2bfloat16_rn(merged.out.x[e]);
+      if (HeadVector<kDim>::has(e, lane)) {
+        params_.out[row_head * kDim + lane + 32 * e] = __float2bfloat16_rn(merged.out.x[e]);
       }
     }
   }
 
   const AttentionParams& params_;
   uint8_t* shared_;
-  int lane_;
   AttentionBarriers& barriers_;
 };
 
@@ -263,7 +277,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) attend_kernel(const __gri
   let_next_kernel_start();
   auto& barriers = *reinterpret_cast<AttentionBarriers*>(shared + Layout::kBarriers);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < params.stages; ++i) {
+    for (int i = 0; i < 1 << params.ring_shift; ++i) {
       barrier_init(&barriers.slot_full[i], 1);
       barrier_init(&barriers.slot_empty[i], Traits::kUnitsPerSlot);
     }
@@ -278,6 +292,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) attend_kernel(const __gri
   for (int i = threadIdx.x; i < kQueryWords; i += Traits::kThreads) {
     reinterpret_cast<uint32_t*>(shared + Layout::kQuery)[i] = 0;
   }
+  if (threadIdx.x < Traits::kWarps) reinterpret_cast<uint32_t*>(shared + Layout::kItemsPassed)[threadIdx.x] = 0;
   for (int i = threadIdx.x; i < Traits::kHeadTiles * 8; i += Traits::kThreads) {
     reinterpret_cast<float2*>(shared + Layout::kHeads)[i] = {0.0f, 0.0f};
   }

@@ -29,7 +29,7 @@ struct AttentionParams {
   int table_width;
   int rows, heads, kv_heads, group;
   int max_pieces;
-  int stages;
+  int ring_shift;  // 2^ring_shift slots
   float eps;
   float score_scale;  // head_dim^-0.5 log2(e)
   bool rotation, zero_point;
@@ -44,7 +44,7 @@ struct AttentionTraits {
   static constexpr int kHeadTiles = kHeadTiles_;
   static constexpr int kTiles = kDim / 16;
   // Two CTAs fit an SM, so that consecutive kernels overlap: registers go to more warps or to more heads a warp.
-  static constexpr int kWarps = kHeadTiles == 1 ? 8 : 4;
+  static constexpr int kWarps = kBits == 4 && kHeadTiles == 1 ? 8 : 4;
   static constexpr int kThreads = 32 * (kWarps + 1);
   static constexpr int kBlockBytes = kBits == 4 ? Int4Block<kDim>::kBytes : Bf16Block<kDim>::kBytes;
   // A ring slot: a whole INT4 block, or keys and values of 16 tokens of a BF16 block.
@@ -53,7 +53,8 @@ struct AttentionTraits {
   // What a warp takes at a time.
   static constexpr int kUnitTokens = kBits == 4 ? 32 : 16;
   static constexpr int kUnitsPerSlot = kSlotTokens / kUnitTokens;
-  static constexpr int kUnitsPerPage = kPageTokens / kUnitTokens;
+  // From a slot of a warp to its next one. The ring must have at least as many slots: see AttentionConsumer::attend.
+  static constexpr int kSlotStep = kWarps / kUnitsPerSlot;
   // Heads a merge takes at a time, and the padded row of a head, free of bank conflicts for fragments.
   static constexpr int kMergeHeads = 8;
   static constexpr int kMergeRow = kDim + 4;
@@ -65,12 +66,13 @@ struct ItemRecord {
   uint8_t* append_block;  // block of the newest token, or null where the item does not hold it
 };
 
-inline constexpr int kItemSlots = 2;
-inline constexpr int kMaxStages = 32;
+// Items announced ahead: short ones must not keep the ring from filling.
+inline constexpr int kItemSlots = 4;
+inline constexpr int kMostRingShift = 4;
 
 struct AttentionBarriers {
-  uint64_t slot_full[kMaxStages];
-  uint64_t slot_empty[kMaxStages];
+  uint64_t slot_full[1 << kMostRingShift];
+  uint64_t slot_empty[1 << kMostRingShift];
   uint64_t item_full[kItemSlots];
   uint64_t item_empty[kItemSlots];
 };
@@ -84,11 +86,13 @@ struct SharedLayout {
 
   static constexpr int kBarriers = 0;
   static constexpr int kRecords = align(kBarriers + static_cast<int>(sizeof(AttentionBarriers)));
-  static constexpr int kQuery = align(kRecords + kItemSlots * static_cast<int>(sizeof(ItemRecord)));
+  static constexpr int kRows = align(kRecords + kItemSlots * static_cast<int>(sizeof(ItemRecord)));
+  static constexpr int kQuery = align(kRows + kMaxRows * static_cast<int>(sizeof(RowEntry)));
   static constexpr int kHeads = align(kQuery + QueryFragments<kDim, Traits::kHeadTiles>::kBytes);
   static constexpr int kNewest = align(kHeads + Traits::kHeadTiles * 8 * 8);
   static constexpr int kMergeSums = align(kNewest + static_cast<int>(sizeof(NewestToken<kDim>)));
-  static constexpr int kRaw = align(kMergeSums + Traits::kWarps * Traits::kMergeHeads * 8);
+  static constexpr int kItemsPassed = align(kMergeSums + Traits::kWarps * Traits::kMergeHeads * 8);
+  static constexpr int kRaw = align(kItemsPassed + Traits::kWarps * 4);
 
   // FP32 as it comes from the projection: queries of the group, key, value; then cosines and sines of the token.
   FUT_HD static constexpr int raw_bytes(int group) { return align((group + 3) * kDim * 4); }
@@ -100,25 +104,18 @@ struct SharedLayout {
   FUT_HD static constexpr int ring(int group) {
     return align(merge(group) + Traits::kWarps * merge_heads(group) * Traits::kMergeRow * 4);
   }
-  FUT_HD static constexpr int bytes(int group, int stages) { return ring(group) + stages * Traits::kSlotBytes; }
+  FUT_HD static constexpr int bytes(int group, int ring_shift) {
+    return ring(group) + (Traits::kSlotBytes << ring_shift);
+  }
 };
 
-// Position in a ring of `stages` slots and the parity of its barriers.
-struct RingCursor {
-  int stage = 0;
-  uint32_t parity = 0;
+// Where slot `number`, counted over all items of the CTA, lies in a ring of 2^shift slots, and the parity of its use.
+struct RingPlace {
+  int stage;
+  uint32_t parity;
 
-  RingCursor() = default;
-  __device__ __forceinline__ RingCursor(uint32_t passed, int stages)
-      : stage(static_cast<int>(passed % stages)), parity(passed / stages & 1) {}
-
-  __device__ __forceinline__ void advance(int slots, int stages) {
-    stage += slots;
-    while (stage >= stages) {
-      stage -= stages;
-      parity ^= 1;
-    }
-  }
+  __device__ __forceinline__ RingPlace(uint32_t number, int shift)
+      : stage(static_cast<int>(number & ((1u << shift) - 1))), parity(number >> shift & 1) {}
 };
 
 }  // namespace fut

@@ -19,49 +19,41 @@ class AttentionProducer {
         shared_(shared),
         policy_(evict_first_policy()),
         lane_(threadIdx.x & 31),
-        row_slot_{},
+        found_{},
         barriers_(*reinterpret_cast<AttentionBarriers*>(shared + Layout::kBarriers)) {}
 
   __device__ void run() {
     const bool ahead = params_.cache_ready;
     if (!ahead) start();
-    const WorkList work(params_.position, params_.rows, params_.kv_heads, lane_);
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      row_slot_[part] = lane_ + 32 * part < params_.rows ? params_.slot[lane_ + 32 * part] : 0;
-    }
-    RingCursor ring;
-    RingCursor items;
-    uint32_t passed = 0;
-    bool first = true;
-    Located next = locate(work, blockIdx.x);
-    for (int index = blockIdx.x; index < work.total(); index += gridDim.x) {
-      const Item item = next.item;
-      const int page = next.page;
-      next = locate(work, index + gridDim.x);
-      const int slots = (item.tokens + Traits::kSlotTokens - 1) / Traits::kSlotTokens;
-      const int last_page = __shfl_sync(~0u, page, (item.tokens - 1) / kPageTokens);
-      // The cache may be read before the kernel before has finished, the item's queries may not.
-      const int queries_at = first && ahead ? min(slots, params_.stages) : 0;
-      for (int slot = 0; slot <= slots; ++slot) {
-        if (slot == queries_at) {
-          if (first && ahead) start();
-          if (lane_ == 0) announce(item, last_page, passed, items);
-        }
-        if (slot == slots) break;
-        const int id = __shfl_sync(~0u, page, slot * Traits::kSlotTokens / kPageTokens);
-        if (lane_ == 0) copy_slot(item, id, slot, ring);
-        ring.advance(1, params_.stages);
+    total_ = list_rows(rows(), params_.position, params_.slot, params_.rows, params_.kv_heads, lane_);
+    uint32_t items = 0;
+    uint32_t slots_passed = 0;
+    Located next = locate(0);
+    while (next.item.pieces != 0) {
+      const Located now = next;
+      next = locate(items + 1);
+      const int slots = (now.item.tokens + Traits::kSlotTokens - 1) / Traits::kSlotTokens;
+      int issued = 0;
+      if (items == 0 && ahead) {
+        // The cache may be read before the kernel before has finished, the item's queries may not.
+        issued = min(slots, min(1 << params_.ring_shift, 32));
+        copy_slots(now, 0, issued, slots_passed);
+        start();
       }
-      items.advance(1, kItemSlots);
-      passed += slots;
-      first = false;
+      announce(now, slots_passed, items);
+      while (issued < slots) {
+        const int count = min(slots - issued, 32);
+        copy_slots(now, issued, count, slots_passed);
+        issued += count;
+      }
+      ++items;
+      slots_passed += slots;
     }
-    if (first && ahead) start();
+    if (items == 0 && ahead) start();
     if (lane_ == 0) {
-      barrier_wait(&barriers_.item_empty[items.stage], items.parity ^ 1);
-      record(items.stage)->item.pieces = 0;
-      barrier_arrive(&barriers_.item_full[items.stage]);
+      barrier_wait(&barriers_.item_empty[items % kItemSlots], items / kItemSlots & 1 ^ 1);
+      record(items).item.pieces = 0;
+      barrier_arrive(&barriers_.item_full[items % kItemSlots]);
     }
   }
 
@@ -76,65 +68,99 @@ class AttentionProducer {
     fence_async_proxy_global();
   }
 
-  // The pages of an item are looked up while the item before it is still being copied.
-  __device__ __forceinline__ Located locate(const WorkList& work, int index) const {
-    Located located{};
-    if (index >= work.total()) return located;
-    located.item = work.find(index);
-    const int low = __shfl_sync(~0u, row_slot_[0], located.item.row & 31);
-    const int high = __shfl_sync(~0u, row_slot_[1], located.item.row & 31);
-    const int64_t first = int64_t{located.item.row < 32 ? low : high} * params_.table_width;
-    if (lane_ * kPageTokens < located.item.tokens) {
-      located.page = params_.page_table[first + located.item.first_token / kPageTokens + lane_];
-    }
-    return located;
-  }
+  __device__ __forceinline__ RowEntry* rows() const { return reinterpret_cast<RowEntry*>(shared_ + Layout::kRows); }
 
-  __device__ __forceinline__ ItemRecord* record(int slot) {
-    return reinterpret_cast<ItemRecord*>(shared_ + Layout::kRecords) + slot;
+  __device__ __forceinline__ ItemRecord& record(uint32_t index) const {
+    return reinterpret_cast<ItemRecord*>(shared_ + Layout::kRecords)[index % kItemSlots];
   }
 
   __device__ __forceinline__ uint8_t* block(int page, int kv_head) const {
     return params_.layer_pool + int64_t{page} * params_.page_stride + int64_t{kv_head} * Traits::kBlockBytes;
   }
 
-  __device__ __forceinline__ void announce(const Item& item, int last_page, uint32_t first_slot,
-                                           const RingCursor& slot) {
-    constexpr int kDim = Traits::kDim;
-    barrier_wait(&barriers_.item_empty[slot.stage], slot.parity ^ 1);
-    const bool newest = params_.append && item.piece == item.pieces - 1;
-    *record(slot.stage) = {item, first_slot, newest ? block(last_page, item.kv_head) : nullptr};
-    uint64_t* full = &barriers_.item_full[slot.stage];
-    const int query_bytes = params_.group * kDim * 4;
-    constexpr int kHeadBytes = kDim * 4;
-    barrier_expect(full, query_bytes + kHeadBytes + (newest ? 2 * kHeadBytes : 0));
-    const float* row = params_.qkv + int64_t{item.row} * (params_.heads + 2 * params_.kv_heads) * kDim;
-    float* raw = reinterpret_cast<float*>(shared_ + Layout::raw(params_.group, slot.stage));
-    bulk_copy_shared_data(raw, row + item.kv_head * params_.group * kDim, query_bytes, full);
-    float* const keys = raw + params_.group * kDim;
-    if (newest) {
-      bulk_copy_shared_data(keys, row + (params_.heads + item.kv_head) * kDim, kHeadBytes, full);
-      bulk_copy_shared_data(keys + kDim, row + (params_.heads + params_.kv_heads + item.kv_head) * kDim, kHeadBytes,
-                            full);
+  // This CTA's item `sequence`, or one of no pieces after the last. The lanes find 32 items at a time, and an item's
+  // pages are looked up while the item before it is still being copied: one warp does all of this, and must not be what
+  // the others wait for.
+  __device__ __forceinline__ Located locate(uint32_t sequence) {
+    if (sequence % 32 == 0) {
+      const int64_t index = blockIdx.x + (int64_t{sequence} + lane_) * gridDim.x;
+      found_ = Item{};
+      if (index < total_) found_ = find_item(rows(), static_cast<int>(index), params_.kv_heads);
     }
-    const int64_t angles = int64_t{item.context - 1} * (kDim / 2);
-    bulk_copy_shared_data(keys + 2 * kDim, params_.rope_cos + angles, kHeadBytes / 2, full);
-    bulk_copy_shared_data(keys + 2 * kDim + kDim / 2, params_.rope_sin + angles, kHeadBytes / 2, full);
+    const int owner = static_cast<int>(sequence % 32);
+    Located located{};
+    located.item.row = __shfl_sync(~0u, found_.row, owner);
+    located.item.kv_head = __shfl_sync(~0u, found_.kv_head, owner);
+    located.item.piece = __shfl_sync(~0u, found_.piece, owner);
+    located.item.pieces = __shfl_sync(~0u, found_.pieces, owner);
+    located.item.first_token = __shfl_sync(~0u, found_.first_token, owner);
+    located.item.tokens = __shfl_sync(~0u, found_.tokens, owner);
+    located.item.context = __shfl_sync(~0u, found_.context, owner);
+    if (lane_ * kPageTokens < located.item.tokens) {
+      const int64_t row = int64_t{rows()[located.item.row].slot} * params_.table_width;
+      located.page = params_.page_table[row + located.item.first_token / kPageTokens + lane_];
+    }
+    return located;
   }
 
-  __device__ __forceinline__ void copy_slot(const Item& item, int page, int slot, const RingCursor& ring) {
-    barrier_wait(&barriers_.slot_empty[ring.stage], ring.parity ^ 1);
-    uint64_t* full = &barriers_.slot_full[ring.stage];
-    uint8_t* target = shared_ + Layout::ring(params_.group) + ring.stage * Traits::kSlotBytes;
-    const uint8_t* source = block(page, item.kv_head);
-    barrier_expect(full, Traits::kSlotBytes);
-    if constexpr (Traits::kBits == 4) {
-      bulk_copy(target, source, Traits::kSlotBytes, full, policy_);
-    } else {
-      constexpr int kHalf = Bf16Block<Traits::kDim>::kSixteenTokens;
-      source += (slot % 4) * kHalf;
-      bulk_copy(target, source, kHalf, full, policy_);
-      bulk_copy(target + kHalf, source + Bf16Block<Traits::kDim>::kValues, kHalf, full, policy_);
+  // Hands an item to the other warps: its record, and copies of its queries and angles (and of key and value of the
+  // newest token), a lane each.
+  __device__ __forceinline__ void announce(const Located& located, uint32_t first_slot, uint32_t index) {
+    constexpr int kDim = Traits::kDim;
+    constexpr int kHeadBytes = kDim * 4;
+    const Item& item = located.item;
+    const bool newest = params_.append && item.piece == item.pieces - 1;
+    const int last_page = __shfl_sync(~0u, located.page, (item.tokens - 1) / kPageTokens);
+    const int query_bytes = params_.group * kHeadBytes;
+    uint64_t* full = &barriers_.item_full[index % kItemSlots];
+    if (lane_ == 0) {
+      barrier_wait(&barriers_.item_empty[index % kItemSlots], index / kItemSlots & 1 ^ 1);
+      record(index) = {item, first_slot, newest ? block(last_page, item.kv_head) : nullptr};
+      barrier_expect(full, query_bytes + kHeadBytes + (newest ? 2 * kHeadBytes : 0));
+    }
+    __syncwarp();
+    const float* const row = params_.qkv + int64_t{item.row} * (params_.heads + 2 * params_.kv_heads) * kDim;
+    const int64_t angles = int64_t{item.context - 1} * (kDim / 2);
+    const int places[5] = {0, (params_.group + 2) * kHeadBytes, (params_.group + 2) * kHeadBytes + kHeadBytes / 2,
+                           query_bytes, query_bytes + kHeadBytes};
+    const float* const sources[5] = {row + item.kv_head * params_.group * kDim, params_.rope_cos + angles,
+                                     params_.rope_sin + angles, row + (params_.heads + item.kv_head) * kDim,
+                                     row + (params_.heads + params_.kv_heads + item.kv_head) * kDim};
+    int place = places[0];
+    const float* source = sources[0];
+#pragma unroll
+    for (int i = 1; i < 5; ++i) {
+      if (lane_ == i) place = places[i], source = sources[i];
+    }
+    const int bytes = lane_ == 0 ? query_bytes : lane_ < 3 ? kHeadBytes / 2 : kHeadBytes;
+    uint8_t* const raw = shared_ + Layout::raw(params_.group, index % kItemSlots);
+    if (lane_ < (newest ? 5 : 3)) bulk_copy_shared_data(raw + place, source, bytes, full);
+  }
+
+  // Copies slots first .. first + count - 1 of an item, at most 32, lane l the l-th: each works out its addresses at
+  // once, and they take turns waiting for their slots.
+  __device__ __forceinline__ void copy_slots(const Located& located, int first, int count, uint32_t slots_passed) {
+    const int slot = first + lane_;
+    const RingPlace ring(slots_passed + slot, params_.ring_shift);
+    const int page = __shfl_sync(~0u, located.page, slot * Traits::kSlotTokens / kPageTokens);
+    uint64_t* const full = &barriers_.slot_full[ring.stage];
+    uint8_t* const target = shared_ + Layout::ring(params_.group) + ring.stage * Traits::kSlotBytes;
+    const uint8_t* const source = block(page, located.item.kv_head);
+    for (int turn = 0; turn < count; ++turn) {
+      if (turn == lane_) {
+        barrier_wait(&barriers_.slot_empty[ring.stage], ring.parity ^ 1);
+        barrier_expect(full, Traits::kSlotBytes);
+        if constexpr (Traits::kBits == 4) {
+          bulk_copy(target, source, Traits::kSlotBytes, full, policy_);
+        } else {
+          constexpr int kHalf = Bf16Block<Traits::kDim>::kSixteenTokens;
+          const uint8_t* const sixteen = source + slot % 4 * kHalf;
+          bulk_copy(target, sixteen, kHalf, full, policy_);
+          bulk_copy(target + kHalf, sixteen + Bf16Block<Traits::kDim>::kValues, kHalf, full, policy_);
+        }
+      }
+      // Waiting out of turn could take a slot's use before last for its last one.
+      __syncwarp();
     }
   }
 
@@ -142,7 +168,8 @@ class AttentionProducer {
   uint8_t* shared_;
   uint64_t policy_;
   int lane_;
-  int row_slot_[2];
+  Item found_;  // lane l: item l of the 32 found last
+  int total_ = 0;
   AttentionBarriers& barriers_;
 };
 
