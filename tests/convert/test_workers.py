@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fut_convert import convert, pipeline
+from fut_convert import conversion, convert, pipeline
 from fut_convert.quantize import module
 from fut_convert.workers import Workers
 from fut_runtime.artifact.reader import Artifact
@@ -22,7 +22,7 @@ def test_any_number_of_threads_gives_the_same_bytes(
     calibrated: bool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BLOCK_CPU", 16 * 128)
-    monkeypatch.setattr(pipeline, "_TILE", 16 * 128)
+    monkeypatch.setattr(conversion, "_TILE", 16 * 128)
     checkpoint = tiny_checkpoint()
     overrides: dict[str, Any] = {
         "calibration.enabled": calibrated, "calibration.windows": 2, "calibration.window_tokens": 64,
