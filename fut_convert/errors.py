@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fut_runtime.errors
 from fut_runtime.errors import FutError
 
 
@@ -17,7 +18,7 @@ class CheckpointError(ConvertError):
     """A checkpoint is incomplete, damaged, unsafe to read, or contradicts its own config."""
 
 
-class HubError(ConvertError):
+class HubError(ConvertError, fut_runtime.errors.HubError):
     """A model could not be fetched from the Hub: unknown, gated, offline or out of reach."""
 
 

@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
+import fut_runtime.errors
 from fut_convert.errors import ConvertError, HubError
-from fut_convert.sources.hub import DEFAULT_REVISION, is_network_error
+from fut_convert.sources.hub import DEFAULT_REVISION
+from fut_runtime.hub.failures import Repository
+from fut_runtime.hub.requests import ask_hub
 
 FORM = "hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]"
 DEFAULT_SPLIT = "train"
@@ -105,27 +101,11 @@ def _commit(wanted: HubDataset, reference: str) -> str:
             f"{where}: HF_HUB_OFFLINE is set, so {wanted.revision} cannot be resolved; unset it, or give a text or "
             "JSONL file"
         )
+    repo = Repository(wanted.name, wanted.revision, dataset=True, local=False, name=where)
     try:
-        sha = HfApi().dataset_info(wanted.name, revision=wanted.revision).sha
-    except GatedRepoError as error:
-        raise HubError(
-            f"{where}: access is gated; accept its terms at {constants.ENDPOINT}/datasets/{wanted.name}, then log in "
-            "with `hf auth login` or set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise HubError(f"{where}: no revision {wanted.revision!r}") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise HubError(
-            f"{where}: no such data set that this account may read; expected {FORM}, and if it is private log in with "
-            "`hf auth login` or set HF_TOKEN"
-        ) from error
-    except Exception as error:
-        if not (isinstance(error, HfHubHTTPError) or is_network_error(error)):
-            raise
-        raise HubError(
-            f"{where}: {constants.ENDPOINT} cannot be reached ({_first_line(error)}); try again later, or give a text "
-            "or JSONL file"
-        ) from error
+        sha = ask_hub(lambda: HfApi().dataset_info(wanted.name, revision=wanted.revision).sha, repo)
+    except fut_runtime.errors.HubError as error:
+        raise HubError(f"{error} (expected {FORM}; a text or JSONL file does as well)") from error
     if sha is None:
         raise HubError(f"{where}: {constants.ENDPOINT} names no commit for {wanted.revision!r}; give one after @")
     return sha

@@ -22,6 +22,10 @@ class ArtifactError(FutError):
     """An artifact is missing, not sealed, damaged, or of a format this version cannot read."""
 
 
+class HubError(ArtifactError):
+    """The Hub does not give or take a repository: unknown, gated, no right to it, offline or out of reach."""
+
+
 class UnsupportedError(FutError):
     """The request is well formed, but this version, backend or card does not support it."""
 

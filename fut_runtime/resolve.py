@@ -10,7 +10,6 @@ from fut_runtime.errors import ArtifactError
 #: `owner/name` as the Hub allows it.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MANIFEST = "fut_config.json"
-_SEAL = "fut_sealed.json"
 
 
 def is_hub_id(text: str) -> bool:
@@ -43,7 +42,10 @@ def resolve_artifact(model: str | Path, revision: str | None = None) -> Path:
         raise ArtifactError(f"{path}: {error.strerror}") from error
     if isinstance(model, Path) or not is_hub_id(text):
         raise ArtifactError(f"{text}: no such directory (a Hub id has the form owner/name)")
-    return _download(text, revision)
+    # Imported here: it takes a while, and a local directory does not need it.
+    from fut_runtime.hub.download import fetch_artifact
+
+    return fetch_artifact(text, revision)
 
 
 def _check_directory(path: Path) -> None:
@@ -56,41 +58,3 @@ def _check_directory(path: Path) -> None:
 
 def _convert_hint(path: Path | str) -> str:
     return f"; convert it first: fut-convert {path} OUT"
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    at = f"{repo} at revision {revision}" if revision else repo
-    try:
-        # The seal is small, and tells an artifact from a checkpoint of many gigabytes before those are fetched.
-        hf_hub_download(repo, _SEAL, revision=revision)
-        return Path(snapshot_download(repo, revision=revision))
-    except LocalEntryNotFoundError as error:
-        raise ArtifactError(
-            f"{at}: there is no such directory, it is not in the Hub's cache, and the Hub cannot be reached "
-            "(offline mode, or no connection)"
-        ) from error
-    except GatedRepoError as error:
-        raise ArtifactError(
-            f"{at}: access to this repository must be granted first; accept its terms on the Hub and set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ArtifactError(f"{at}: the repository has no such revision") from error
-    except RepositoryNotFoundError as error:
-        raise ArtifactError(
-            f"{at}: neither a local directory nor a repository on the Hub that this token may read"
-        ) from error
-    except EntryNotFoundError as error:
-        raise ArtifactError(f"{at}: the repository is not an artifact{_convert_hint(repo)}") from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ArtifactError(f"{at}: the download failed ({type(error).__name__}: {error})") from error

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from fut_runtime import Engine, SamplingParams, available_backends
 from fut_runtime.backend import ReportsActivations
@@ -167,42 +166,14 @@ def test_each_mode_names_those_that_would_work(tmp_path: Path) -> None:
     Engine(bf16, device="cpu", decode_mode="bf16", prefill_mode="bf16").close()
 
 
-class Response:
-    """As much of an HTTP response as the Hub's errors ask for."""
+def test_a_hub_id_is_fetched_at_its_revision(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
 
-    status_code, headers, request, text, url = 404, {}, None, "", ""  # type: ignore[var-annotated]
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (EntryNotFoundError("no seal"), "me/model: the repository is not an artifact; convert it first"),
-        (LocalEntryNotFoundError("offline"), "the Hub cannot be reached"),
-        (RepositoryNotFoundError("no", response=Response()), "neither a local directory nor a repository"),
-        (OSError("disk full"), "the download failed .OSError: disk full"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_failures_of_the_hub(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> str:
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(ArtifactError, match=message):
-        resolve_artifact("me/model")
-
-
-def test_a_hub_id_is_downloaded_at_its_revision(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download", lambda repo, name, revision: asked.append((repo, name, revision))
-    )
-
-    def snapshot(repo: str, revision: str | None) -> str:
+    def fetch(repo: str, revision: str | None) -> Path:
         asked.append((repo, revision))
-        return str(artifact)
+        return artifact
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("fut_runtime.hub.download.fetch_artifact", fetch)
     with Engine("me/model", revision="v1", device="cpu") as engine:
         assert engine.path == artifact
-    assert asked == [("me/model", "fut_sealed.json", "v1"), ("me/model", "v1")]
+    assert asked == [("me/model", "v1")]

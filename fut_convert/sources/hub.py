@@ -10,25 +10,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError
 
+import fut_runtime.errors
 from fut_convert.errors import CheckpointError, HubError, UnsupportedModelError
 from fut_convert.sources.config import model_spec
 from fut_convert.sources.directory import DirectorySource, read_json_object
 from fut_convert.sources.file_kinds import SAFETENSORS_INDEX, TORCH_INDEX, WEIGHT_ENTRIES, is_side_file, weight_entries
+from fut_runtime.hub.download import literal_pattern
+from fut_runtime.hub.failures import Repository
+from fut_runtime.hub.requests import ask_hub
 
 DEFAULT_REVISION = "main"
-
-#: Packages whose exceptions mean that the network failed; which of them huggingface_hub uses depends on its version.
-_TRANSPORTS = ("requests", "httpx", "httpx2", "urllib3")
 
 _Result = TypeVar("_Result")
 
@@ -117,7 +110,7 @@ class _Fetch:
             lambda: snapshot_download(
                 self._model,
                 revision=commit,
-                allow_patterns=[_literal_pattern(name) for name in names],
+                allow_patterns=[literal_pattern(name) for name in names],
                 token=self._token,
                 endpoint=self._endpoint,
                 cache_dir=self._cache_dir,
@@ -143,63 +136,6 @@ class _Fetch:
 
     def _call(self, request: Callable[[], _Result]) -> _Result:
         try:
-            return request()
-        except LocalEntryNotFoundError as error:
-            raise HubError(self._not_cached(error)) from error
-        except EntryNotFoundError:
-            raise
-        except Exception as error:
-            message = self._explain(error)
-            if message is None:
-                raise
-            raise HubError(message) from error
-
-    def _not_cached(self, error: LocalEntryNotFoundError) -> str:
-        """The Hub's client looks into its cache when a request fails, and complains of the cache in the end."""
-        if constants.HF_HUB_OFFLINE:
-            return (
-                f"{self._model}: HF_HUB_OFFLINE is set and revision {self._revision} is not in the cache; "
-                "unset it once to download the model"
-            )
-        cause = error.__cause__
-        return (self._explain(cause) if isinstance(cause, Exception) else None) or self._unreachable()
-
-    def _unreachable(self) -> str:
-        return (
-            f"{self._model}: no local path, and {self._endpoint or constants.ENDPOINT} cannot be reached; check the "
-            "spelling, the network and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use a copy that is in the cache"
-        )
-
-    def _explain(self, error: Exception) -> str | None:
-        """What to tell the user, or None for an error that is not the Hub's."""
-        page = f"{self._endpoint or constants.ENDPOINT}/{self._model}"
-        login = "log in with `hf auth login` (formerly `huggingface-cli login`) or set HF_TOKEN"
-        if isinstance(error, GatedRepoError):
-            return f"{self._model}: access is gated; accept its licence at {page}, then {login}"
-        if isinstance(error, RevisionNotFoundError):
-            return f"{self._model}: no revision {self._revision!r}; see {page}/tree for its branches and tags"
-        if isinstance(error, RepositoryNotFoundError):
-            return (
-                f"{self._model}: neither a local path nor a model at {page} that this account may read; "
-                f"check the spelling, and if the model is private {login}"
-            )
-        if isinstance(error, HFValidationError):
-            return f"{self._model}: neither a local path nor a valid Hub id (owner/name)"
-        if isinstance(error, HfHubHTTPError) and getattr(error, "response", None) is not None:
-            status = error.response.status_code
-            if status in (401, 403):
-                return f"{self._model}: access denied (HTTP {status}); check that the token may read {page}, or {login}"
-            return f"{self._model}: {page} answered HTTP {status}; try again later"
-        if is_network_error(error):
-            return self._unreachable()
-        return None
-
-
-def is_network_error(error: Exception) -> bool:
-    """Whether the network failed, or the file system that the Hub's cache is in."""
-    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in _TRANSPORTS
-
-
-def _literal_pattern(name: str) -> str:
-    """A pattern that matches this name only."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+            return ask_hub(request, Repository(self._model, self._revision, self._endpoint))
+        except fut_runtime.errors.HubError as error:
+            raise HubError(str(error)) from error

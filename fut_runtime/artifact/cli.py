@@ -13,7 +13,7 @@ from fut_runtime.artifact.arguments import EXIT_CODES, ArtifactName, local_artif
 from fut_runtime.artifact.orders import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
 from fut_runtime.command_errors import reported_errors
 from fut_runtime.errors import ArtifactError
-from fut_runtime.hub.commands import card_command
+from fut_runtime.hub.commands import card_command, upload_command
 from fut_runtime.streams import prepare_streams
 from fut_runtime.termination import terminable
 
@@ -47,6 +47,7 @@ def main() -> None:
 
 
 main.add_command(card_command)
+main.add_command(upload_command)
 
 
 @main.command("inspect", epilog=EXIT_CODES)

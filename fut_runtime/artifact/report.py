@@ -45,6 +45,10 @@ class ByteProgress:
     ) -> None:
         self._progress.stop()
 
+    def stop(self) -> None:
+        """Take the bar off the terminal, for what else has to be shown there."""
+        self._progress.stop()
+
     def advance(self, nbytes: int) -> None:
         """Say that `nbytes` more are done."""
         self._progress.advance(self._task, nbytes)
