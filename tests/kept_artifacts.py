@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from fut_convert import convert
+from fut_convert import convert, plan_conversion
 from fut_convert.checkpoint_model import model_from_checkpoint, weight_names
+from fut_convert.errors import PreflightError
 from fut_convert.sources import open_source
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.reference import backend as reference
-from quantized_checkpoints import Quantized
+from quantized_checkpoints import Quantized, write_quantized
 
 #: Short calibration, so that a conversion takes a fraction of a second.
 QUICK = {"calibration.windows": 2, "calibration.window_tokens": 64, "calibration.allow_few_tokens": True}
@@ -85,3 +88,24 @@ def check_loaded(checkpoint: Path, matrices: Mapping[str, Quantized]) -> None:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+def errors_of(checkpoint: Path) -> list[str]:
+    """What `Source.check` refuses."""
+    with open_source(str(checkpoint)) as source:
+        return [p.message for p in source.check() if p.severity == "error"]
+
+
+def check_requantized(tmp_path: Path, reason: str, make: Callable[..., Quantized], **settings: Any) -> None:
+    """The checkpoint converts with requantized codes, saying why, and is refused with `--no-requantize`."""
+    matrices = write_quantized(tmp_path / "model", make, **settings)
+    check_loaded(tmp_path / "model", matrices)
+    plan = plan_conversion(str(tmp_path / "model"), tmp_path / "out", overrides=QUICK)
+    said = [w for w in plan.warnings if "dequantized and quantized anew" in w]
+    assert len(said) == 1 and reason in said[0] and said[0].startswith("8 modules (layers.0.qkv, ")
+    artifact = converted(tmp_path / "model", tmp_path / "out")
+    spec = artifact.manifest.weights["layers.1.down"]["int4"]
+    assert (spec.method, spec.scale_method) == ("rtn", "weighted_search")
+    check_weights(artifact, matrices, exact=False)
+    with pytest.raises(PreflightError, match="--no-requantize"):
+        convert(str(tmp_path / "model"), tmp_path / "again", overrides={**QUICK, "int4.requantize": "never"})

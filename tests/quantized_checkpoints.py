@@ -79,6 +79,11 @@ def random_quantized(
     return Quantized(codes, scales.to(scale_dtype), zero_points, index)
 
 
+def matrices_of(group: int, **settings: Any) -> Callable[[str, tuple[int, int]], Quantized]:
+    """Makes matrices for `write_quantized`; settings are those of `random_quantized`."""
+    return lambda name, shape: random_quantized(name, shape, group, **settings)
+
+
 def packed_words(nibbles: np.ndarray, places: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
     """int32 [..., m]: nibbles [..., 8·m] in words of eight; nibble i of a word is element places[i] of its eight."""
     eights = nibbles.astype(np.uint32).reshape(*nibbles.shape[:-1], -1, 8)
@@ -102,6 +107,47 @@ def gptq_parts(matrix: Quantized, version: int = 1) -> Parts:
 def gptq_config(group: int, **more: Any) -> dict[str, Any]:
     """`quantization_config` of a GPTQ checkpoint."""
     return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, **more}
+
+
+def awq_parts(matrix: Quantized) -> Parts:
+    """AutoAWQ's tensors, version GEMM."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": packed_words(matrix.codes.T, order),
+        "qzeros": packed_words(matrix.zeros.T, order),
+        "scales": matrix.scales.T.contiguous(),
+    }
+
+
+def awq_config(group: int, **more: Any) -> dict[str, Any]:
+    """`quantization_config` of an AWQ checkpoint."""
+    return {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True, **more}
+
+
+def compressed_parts(matrix: Quantized) -> Parts:
+    """compressed-tensors' `pack-quantized` tensors."""
+    parts = {
+        "weight_packed": packed_words(matrix.codes),
+        "weight_scale": matrix.scales,
+        "weight_shape": torch.tensor(matrix.codes.shape),
+    }
+    if (matrix.zeros != 8).any():
+        parts["weight_zero_point"] = packed_words(matrix.zeros.T).T.contiguous()
+    if (np.diff(matrix.index) < 0).any():
+        parts["weight_g_idx"] = torch.from_numpy(matrix.index.astype(np.int32))
+    return parts
+
+
+def compressed_config(group: int, **weights: Any) -> dict[str, Any]:
+    """`quantization_config` of a compressed-tensors checkpoint; `weights` are of the one group's weights."""
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group, **weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
 
 
 def is_projection(name: str) -> bool:

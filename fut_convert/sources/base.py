@@ -29,6 +29,7 @@ FLOAT_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float
 #: All that files are read in: those, and what quantized weights are stored in.
 STORED_DTYPES: dict[str, torch.dtype] = {
     **FLOAT_DTYPES,
+    "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -250,8 +251,11 @@ class Source(ABC):
         return ()
 
     def _is_harmless(self, info: TensorInfo) -> bool:
-        """Whether a tensor can be ignored, as rotary frequencies, which old checkpoints stored: the config has them."""
-        return info.name.endswith("rotary_emb.inv_freq")
+        """Whether a tensor can be ignored.
+
+        Rotary frequencies, which old checkpoints stored, are in the config; scales of K and V belong to an FP8 cache.
+        """
+        return info.name.endswith(("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale"))
 
     @abstractmethod
     def _read_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:

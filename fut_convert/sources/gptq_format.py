@@ -80,7 +80,7 @@ class GptqFormat(GroupedFormat):
 
     def grouping(self, matrix: StoredMatrix, read: ReadTensor) -> Grouping:
         count, size = matrix.parts["scales"].shape[0], self._group_size(matrix)
-        return Grouping(size, count, self._zeros(matrix, read), self._index(matrix, read, size, count))
+        return Grouping(size, count, self._zeros(matrix, read), matrix.group_index("g_idx", read, size, count))
 
     def read_codes(self, matrix: StoredMatrix, read: ReadTensor) -> Tensor:
         # [in/8, out, 8] -> [out, in]
@@ -94,19 +94,6 @@ class GptqFormat(GroupedFormat):
         if self.per_module and groups and columns % groups == 0:
             return columns // groups
         return self.group_size or max(1, columns)
-
-    def _index(self, matrix: StoredMatrix, read: ReadTensor, size: int, count: int) -> Tensor | None:
-        """The group of each column where they do not follow each other; act-order with static groups leaves them."""
-        if "g_idx" not in matrix.parts:
-            return None
-        index = read(matrix.parts["g_idx"]).to(torch.int64)
-        if torch.equal(index, torch.arange(len(index)) // size):
-            return None
-        if int(index.min()) < 0 or int(index.max()) >= count:
-            raise matrix.error(
-                "g_idx", f"names groups {int(index.min())} to {int(index.max())} of {count}; the file is damaged"
-            )
-        return index
 
     def _zeros(self, matrix: StoredMatrix, read: ReadTensor) -> Tensor | None:
         rows = matrix.parts["qweight"].shape[1]

@@ -44,6 +44,8 @@ def quantization_method(section: Mapping[str, Any]) -> str:
         method = "bitsandbytes"
     if method is None and "bits" in section:
         method = "gptq"
+    if method is None and "w_bit" in section:
+        method = "awq"
     return _METHODS.get(str(method), str(method))
 
 

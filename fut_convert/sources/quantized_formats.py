@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fut_convert.errors import UnsupportedModelError
+from fut_convert.sources.awq_format import AwqFormat
+from fut_convert.sources.compressed_format import compressed_format
 from fut_convert.sources.fields import Fields
 from fut_convert.sources.gptq_format import GptqFormat
 from fut_convert.sources.quantized import quantization_method, refusal
@@ -16,7 +18,11 @@ CONFIG_KEY = "quantization_config"
 CONFIG_FILES: tuple[str, ...] = ("quantize_config.json", "quant_config.json")
 
 #: Name of the format, as `quantization_method` gives it -> its reader.
-_READERS: dict[str, Callable[[Fields], StoredFormat]] = {"GPTQ": GptqFormat.from_config}
+_READERS: dict[str, Callable[[Fields], StoredFormat]] = {
+    "GPTQ": GptqFormat.from_config,
+    "AWQ": AwqFormat.from_config,
+    "compressed-tensors": compressed_format,
+}
 
 
 def stored_format(

@@ -34,6 +34,25 @@ class StoredMatrix:
         """Name that the matrix has in a plain checkpoint."""
         return f"{self.name}.weight"
 
+    def group_index(self, part: str, read: ReadTensor, size: int, count: int) -> Tensor | None:
+        """Int64 [in], the group of each column; None where column k is in group k // size, as in static groups.
+
+        -1 everywhere means that there is no order.
+
+        Raises:
+            CheckpointError: it names a group that does not exist.
+        """
+        if part not in self.parts:
+            return None
+        index = read(self.parts[part]).to(torch.int64)
+        if torch.equal(index, torch.arange(len(index)) // size) or bool((index == -1).all()):
+            return None
+        if int(index.min()) < 0 or int(index.max()) >= count:
+            raise self.error(
+                part, f"names groups {int(index.min())} to {int(index.max())} of {count}; the file is damaged"
+            )
+        return index
+
     def error(self, part: str, problem: str) -> CheckpointError:
         """An error about one of its tensors."""
         return CheckpointError(f"{self.parts[part].file}: {self.name}.{part} {problem}")

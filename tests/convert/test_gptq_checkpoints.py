@@ -15,18 +15,27 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
-from fut_convert import convert, plan_conversion
+from fut_convert import convert
 from fut_convert.cli import main
-from fut_convert.errors import PreflightError, UnsupportedModelError
+from fut_convert.errors import UnsupportedModelError
 from fut_convert.quantize.auto_gptq import auto_gptq_problem
 from fut_convert.sources import open_source
 from fut_runtime.artifact.reader import Artifact
-from kept_artifacts import QUICK, check_codes_and_scales, check_loaded, check_logits, check_weights, converted
+from kept_artifacts import (
+    QUICK,
+    check_codes_and_scales,
+    check_loaded,
+    check_logits,
+    check_requantized,
+    converted,
+    errors_of,
+)
 from quantized_checkpoints import (
     Parts,
     Quantized,
     gptq_config,
     gptq_parts,
+    matrices_of,
     packed_words,
     random_quantized,
     write_dequantized,
@@ -36,30 +45,6 @@ from quantized_checkpoints import (
 LAYER = "model.layers.0"
 
 
-def symmetric(group: int, **settings: Any) -> Callable[[str, tuple[int, int]], Quantized]:
-    return lambda name, shape: random_quantized(name, shape, group, **settings)
-
-
-def errors_of(checkpoint: Path) -> list[str]:
-    with open_source(str(checkpoint)) as source:
-        return [p.message for p in source.check() if p.severity == "error"]
-
-
-def refused_codes(tmp_path: Path, reason: str, make: Callable[..., Quantized], **settings: Any) -> None:
-    """The checkpoint converts with requantized codes, saying why, and is refused with `--no-requantize`."""
-    matrices = write_quantized(tmp_path / "model", make, **settings)
-    check_loaded(tmp_path / "model", matrices)
-    plan = plan_conversion(str(tmp_path / "model"), tmp_path / "out", overrides=QUICK)
-    said = [w for w in plan.warnings if "dequantized and quantized anew" in w]
-    assert len(said) == 1 and reason in said[0] and said[0].startswith("8 modules (layers.0.qkv, ")
-    artifact = converted(tmp_path / "model", tmp_path / "out")
-    spec = artifact.manifest.weights["layers.1.down"]["int4"]
-    assert (spec.method, spec.scale_method) == ("rtn", "weighted_search")
-    check_weights(artifact, matrices, exact=False)
-    with pytest.raises(PreflightError, match="--no-requantize"):
-        convert(str(tmp_path / "model"), tmp_path / "again", overrides={**QUICK, "int4.requantize": "never"})
-
-
 @pytest.mark.parametrize(
     ("stored", "label"),
     [(1, "gptq"), (1, None), (2, "gptq_v2"), (1, "gptq_v2"), (2, "gptq"), (2, None)],
@@ -67,7 +52,7 @@ def refused_codes(tmp_path: Path, reason: str, make: Callable[..., Quantized], *
 )
 def test_symmetric_codes_are_kept_bit_for_bit(stored: int, label: str | None, tmp_path: Path) -> None:
     config = gptq_config(64, **({} if label is None else {"checkpoint_format": label}))
-    matrices = write_quantized(tmp_path / "model", symmetric(64), partial(gptq_parts, version=stored), config)
+    matrices = write_quantized(tmp_path / "model", matrices_of(64), partial(gptq_parts, version=stored), config)
     check_loaded(tmp_path / "model", matrices)
     artifact = converted(tmp_path / "model", tmp_path / "out")
     check_codes_and_scales(artifact, matrices, "packed:gptq")
@@ -78,7 +63,7 @@ def test_symmetric_codes_are_kept_bit_for_bit(stored: int, label: str | None, tm
 def test_layers_are_merged_as_the_architecture_wants(tmp_path: Path) -> None:
     """Four query heads over two KV heads, biases, and an intermediate size whose last tile of 16 rows is split."""
     sizes: dict[str, Any] = {"family": "qwen2", "heads": 4, "kv_heads": 2, "hidden": 256, "intermediate": 224}
-    matrices = write_quantized(tmp_path / "model", symmetric(32), gptq_parts, gptq_config(32), **sizes)
+    matrices = write_quantized(tmp_path / "model", matrices_of(32), gptq_parts, gptq_config(32), **sizes)
     artifact = converted(tmp_path / "model", tmp_path / "out")
     check_codes_and_scales(artifact, matrices, "packed:gptq")
     check_logits(artifact, write_dequantized(tmp_path / "plain", matrices, **sizes))
@@ -104,7 +89,7 @@ def test_groups_that_the_artifact_lacks_are_cut(group: int, tmp_path: Path) -> N
 
 def test_act_order_with_static_groups_changes_nothing(tmp_path: Path) -> None:
     config = gptq_config(64, desc_act=True, static_groups=True)
-    matrices = write_quantized(tmp_path / "model", symmetric(64), gptq_parts, config)
+    matrices = write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, config)
     check_codes_and_scales(converted(tmp_path / "model", tmp_path / "out"), matrices, "packed:gptq")
 
 
@@ -121,11 +106,13 @@ def test_act_order_with_static_groups_changes_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_quantized_anew(reason: str, make: dict[str, Any], version: int, tmp_path: Path) -> None:
     config = gptq_config(64, sym=False, checkpoint_format="gptq" if version == 1 else "gptq_v2")
     pack = partial(gptq_parts, version=version)
-    refused_codes(tmp_path, reason, symmetric(64, **make), pack=pack, config=config)
+    check_requantized(tmp_path, reason, matrices_of(64, **make), pack=pack, config=config)
 
 
 def test_groups_of_16_are_quantized_anew(tmp_path: Path) -> None:
-    refused_codes(tmp_path, "its groups are of 16 columns", symmetric(16), pack=gptq_parts, config=gptq_config(16))
+    check_requantized(
+        tmp_path, "its groups are of 16 columns", matrices_of(16), pack=gptq_parts, config=gptq_config(16)
+    )
 
 
 def test_one_permuted_matrix_leaves_the_other_modules_alone(tmp_path: Path) -> None:
@@ -149,7 +136,7 @@ def test_one_permuted_matrix_leaves_the_other_modules_alone(tmp_path: Path) -> N
 
 
 def test_requantize_chooses_new_codes(tmp_path: Path) -> None:
-    matrices = write_quantized(tmp_path / "model", symmetric(64), gptq_parts, gptq_config(64))
+    matrices = write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64))
     artifact = converted(tmp_path / "model", tmp_path / "out", int4__requantize="always", int4__gain="folded")
     spec = artifact.manifest.weights["layers.0.qkv"]["int4"]
     assert (spec.method, spec.gain, spec.group_size) == ("rtn", "folded", 128)
@@ -160,7 +147,7 @@ def test_requantize_chooses_new_codes(tmp_path: Path) -> None:
 
 
 def test_the_plan_shows_what_is_kept(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "model", symmetric(64), gptq_parts, gptq_config(64))
+    write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64))
     args = [str(tmp_path / "model"), str(tmp_path / "out"), "--dry-run", "--no-calibration"]
     shown = CliRunner().invoke(main, args)
     assert shown.exit_code == 0, shown.output
@@ -187,13 +174,13 @@ def test_gptq_solves_only_what_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json"])
 def test_the_config_may_be_in_a_file_of_its_own(file: str, tmp_path: Path) -> None:
     config = {key: value for key, value in gptq_config(64).items() if key != "quant_method"}
-    matrices = write_quantized(tmp_path / "model", symmetric(64), gptq_parts, None, files={file: config})
+    matrices = write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, None, files={file: config})
     check_codes_and_scales(converted(tmp_path / "model", tmp_path / "out"), matrices, "packed:gptq")
 
 
 def test_parts_of_a_matrix_may_lie_in_two_shards(tmp_path: Path) -> None:
     """Seven shards cut several matrices in two, and the one that holds only scales counts for a resumed conversion."""
-    matrices = write_quantized(tmp_path / "model", symmetric(64), gptq_parts, gptq_config(64), shards=7)
+    matrices = write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64), shards=7)
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
     modules = {name.rpartition(".")[0] for name in index if name.endswith("qweight")}
     split = [m for m in modules if index[f"{m}.qweight"] != index[f"{m}.scales"]]
@@ -204,12 +191,12 @@ def test_parts_of_a_matrix_may_lie_in_two_shards(tmp_path: Path) -> None:
 
 
 def test_pickled_checkpoints_are_read_too(tmp_path: Path) -> None:
-    matrices = write_quantized(tmp_path / "model", symmetric(64), gptq_parts, gptq_config(64), pickled=True)
+    matrices = write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64), pickled=True)
     check_loaded(tmp_path / "model", matrices)
 
 
 def test_the_file_may_have_the_name_that_auto_gptq_gives_it(tmp_path: Path) -> None:
-    matrices = write_quantized(tmp_path / "model", symmetric(64), gptq_parts, gptq_config(64))
+    matrices = write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64))
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "gptq_model-4bit-64g.safetensors")
     check_loaded(tmp_path / "model", matrices)
 
@@ -221,14 +208,14 @@ def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
         for name in [name for name in tensors if name.endswith(".qweight")]:
             tensors[name.replace("qweight", "bias")] = torch.zeros(tensors[name].shape[1])
 
-    write_quantized(tmp_path / "model", symmetric(64), gptq_parts, gptq_config(64), change=add_biases)
+    write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64), change=add_biases)
     assert errors_of(tmp_path / "model") == []
 
     def add_one(tensors: dict[str, Tensor]) -> None:
         add_biases(tensors)
         tensors[f"{LAYER}.mlp.up_proj.bias"][5] = 1
 
-    write_quantized(tmp_path / "other", symmetric(64), gptq_parts, gptq_config(64), change=add_one)
+    write_quantized(tmp_path / "other", matrices_of(64), gptq_parts, gptq_config(64), change=add_one)
     assert ["mlp.up_proj.bias" in e and "no place" in e for e in errors_of(tmp_path / "other")] == [True]
 
 
@@ -259,7 +246,7 @@ def auto_gptq_parts(matrix: Quantized) -> Parts:
 @pytest.mark.parametrize("zeros", ["symmetric", "asymmetric"])
 def test_what_auto_gptq_packs_is_read_back(zeros: str, tmp_path: Path) -> None:
     """Its packer agrees with ours, on symmetric codes and on the asymmetric ones that it does not corrupt."""
-    matrices = write_quantized(tmp_path / "model", symmetric(64, zeros=zeros), auto_gptq_parts, gptq_config(64))
+    matrices = write_quantized(tmp_path / "model", matrices_of(64, zeros=zeros), auto_gptq_parts, gptq_config(64))
     check_loaded(tmp_path / "model", matrices)
     for matrix in matrices.values():
         ours, theirs = gptq_parts(matrix), auto_gptq_parts(matrix)
@@ -268,7 +255,7 @@ def test_what_auto_gptq_packs_is_read_back(zeros: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(auto_gptq_problem() is not None, reason=str(auto_gptq_problem()))
 def test_zero_points_that_auto_gptq_corrupts_are_refused(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "model", symmetric(64, zeros="with_zero"), auto_gptq_parts, gptq_config(64, sym=False))
+    write_quantized(tmp_path / "model", matrices_of(64, zeros="with_zero"), auto_gptq_parts, gptq_config(64, sym=False))
     found = errors_of(tmp_path / "model")
     assert len(found) == 14 and "qzeros is corrupt" in found[0] and "has overwritten those after it" in found[0]
 
@@ -286,7 +273,7 @@ def flooded(matrix: Quantized) -> Parts:
 
 
 def test_corrupt_zero_points_are_refused(tmp_path: Path) -> None:
-    make = symmetric(64, zeros="with_zero")
+    make = matrices_of(64, zeros="with_zero")
     write_quantized(tmp_path / "model", make, flooded, gptq_config(64, sym=False))
     found = errors_of(tmp_path / "model")
     assert len(found) == 14
@@ -309,14 +296,14 @@ def test_other_settings_are_refused(changes: dict[str, Any], message: str, place
     config = gptq_config(64, **changes)
     inside = config if place == "config.json" else None
     files = {} if inside else {place: config}
-    write_quantized(tmp_path / "model", symmetric(64), gptq_parts, inside, files=files)
+    write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, inside, files=files)
     with pytest.raises(UnsupportedModelError, match=message) as error:
         open_source(str(tmp_path / "model"))
     assert place in str(error.value)
 
 
 def damaged(tmp_path: Path, change: Callable[[dict[str, Tensor]], None], **config: Any) -> list[str]:
-    write_quantized(tmp_path / "model", symmetric(64), gptq_parts, gptq_config(64, **config), change=change)
+    write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64, **config), change=change)
     return errors_of(tmp_path / "model")
 
 
