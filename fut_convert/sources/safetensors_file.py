@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fut_convert.errors import CheckpointError
-from fut_convert.sources.base import STORED_DTYPES, Problem, TensorInfo
+from fut_convert.sources.base import FLOAT_DTYPES, STORED_DTYPES, Problem, TensorInfo
 
 #: Bits of one element; types that are not here are not measured (and not readable).
 _DTYPE_BITS: dict[str, int] = {
@@ -69,13 +70,13 @@ class SafetensorsFile:
         """Rows `start` to `stop` of a tensor, [rows, ...] in its stored dtype.
 
         Raises:
-            CheckpointError: the file ends too early, or its dtype is none of STORED_DTYPES.
+            CheckpointError: the file ends too early, or its dtype is none of FLOAT_DTYPES.
         """
-        return self._read(info, (stop - start, *info.shape[1:]), start * math.prod(info.shape[1:]))
+        return self._read(info, (stop - start, *info.shape[1:]), start * math.prod(info.shape[1:]), FLOAT_DTYPES)
 
     def read(self, info: TensorInfo) -> Tensor:
-        """A whole tensor of any rank, see `read_rows`."""
-        return self._read(info, info.shape, 0)
+        """A whole tensor of any rank, in any of STORED_DTYPES; else as `read_rows`."""
+        return self._read(info, info.shape, 0, STORED_DTYPES)
 
     def close(self) -> None:
         """Close the file."""
@@ -83,12 +84,12 @@ class SafetensorsFile:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _read(self, info: TensorInfo, shape: tuple[int, ...], skip: int) -> Tensor:
+    def _read(self, info: TensorInfo, shape: tuple[int, ...], skip: int, readable: Mapping[str, torch.dtype]) -> Tensor:
         """The elements of a tensor from `skip` on that fill a shape."""
-        dtype = STORED_DTYPES.get(info.dtype)
+        dtype = readable.get(info.dtype)
         if dtype is None:
             raise CheckpointError(
-                f"{self.name}: {info.name} is stored as {info.dtype}; readable are {', '.join(STORED_DTYPES)}"
+                f"{self.name}: {info.name} is stored as {info.dtype}; readable are {', '.join(readable)}"
             )
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel() == 0:
