@@ -104,12 +104,13 @@ class Table:
     "--rows",
     default="all",
     show_default=True,
-    help="all, or some of rtn,absmax_7,absmax_7.5,search,folded,gptq,builtin,kv,fp8,serve.",
+    help="all, or some of rtn,absmax_7,absmax_7.5,search,folded,gptq,published,builtin,gptq-builtin,kv,fp8,serve.",
 )
+@click.option("--gptq", "changed", type=(str, float), multiple=True, help="Recipe key and number for the GPTQ rows.")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(
     model: str, text: Path, calibration_text: str, label: str, device: str, group_size: int, max_windows: int | None,
-    rows: str, out: Path,
+    rows: str, changed: tuple[tuple[str, float], ...], out: Path,
 ) -> None:  # fmt: skip
     """Measure the table for MODEL."""
     wanted = None if rows == "all" else set(rows.split(","))
@@ -143,12 +144,17 @@ def main(
             options = calibrated | {"weights": ["int4"], "int4.gain": "folded"}
             with _converted(model, options, device) as artifact:
                 table.row("RTN weighted_search, gain folded", _runner(artifact, device, kv_cache="bf16"))
+        gptq = calibrated | {"weights": ["int4"], "int4.method": "gptq"} | dict(changed)
+        if include("published"):
+            with _converted(model, gptq | {"gptq.correction": 0, "gptq.sweeps": 0}, device) as artifact:
+                table.row("GPTQ as published", _runner(artifact, device, kv_cache="bf16"))
         if include("gptq"):
-            for damping in (0.01, 0.03, 0.1):
-                options = calibrated | {"weights": ["int4"], "int4.method": "gptq", "gptq.damping": damping}
-                with _converted(model, options, device) as artifact:
-                    table.row(f"GPTQ, damping {damping}", _runner(artifact, device, kv_cache="bf16"))
-                    table.row(f"GPTQ, damping {damping} + INT4 cache", _runner(artifact, device))
+            with _converted(model, gptq, device) as artifact:
+                table.row("GPTQ", _runner(artifact, device, kv_cache="bf16"))
+                table.row("GPTQ + INT4 cache", _runner(artifact, device))
+        if include("gptq-builtin"):
+            with _converted(model, gptq | {"calibration.text": "builtin"}, device) as artifact:
+                table.row("GPTQ, built-in text", _runner(artifact, device, kv_cache="bf16"))
         if include("builtin"):
             options = base | {"weights": ["int4"], "calibration.text": "builtin"}
             with _converted(model, options, device) as artifact:

@@ -69,6 +69,7 @@ class Parts:
         self._time(sequential, "outer_products", "hessian")
         self._time(whole_matrix, "int4_scales", "scales")
         self._time(gptq, "factorize", "factorise")
+        self._time(whole_matrix, "corrected_weight", "correct")
         self._time(gptq, "solve_columns", "columns")
         self._time(gptq, "refine_codes", "refine")
         self._time(gptq, "row_errors", "errors")

@@ -53,7 +53,7 @@ def hessians(source: Source, windows: Tensor, device: torch.device) -> Iterator[
         layer = calibration_layer(weights, gains, {}, None, device)
         found: dict[str, Tensor] = {}
 
-        def keep(module: str, hessian: Tensor, layer=layer, found=found) -> SixteenBitProjection:
+        def keep(module: str, hessian: Tensor, _: None, layer=layer, found=found) -> SixteenBitProjection:
             found[module] = hessian
             return layer.projections[module]
 

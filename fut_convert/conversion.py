@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from fut_convert.plan import Plan
 from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
 from fut_convert.read_ahead import ReadAhead
 from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace
+from fut_convert.sequential import Original
 from fut_convert.sources import Source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM
 from fut_convert.steps import StepClock
@@ -35,6 +36,7 @@ from fut_convert.workers import Workers
 from fut_runtime.artifact.progress import Progress as SavedProgress
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.writer import ArtifactWriter
+from fut_runtime.reference.layer import LayerWeights
 from fut_runtime.reference.rotation import sylvester_hadamard
 
 #: Numbers of the embedding that are copied at once.
@@ -202,29 +204,27 @@ class Conversion:
             return
         weights = {m: module_weight(self.load, layer, m) for m in MODULES}
         self.reader.announce(layer + 1)
-        statistics = self._calibrate(layer, weights, gains, biases, norms)
-        self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
+        own = calibration_layer(weights, gains, biases, norms, self.device)
         brought = {m: self._kept_codes(f"{prefix}.{m}", weight_names(layer, m)) for m in MODULES}
         chosen = {module: codes for module, codes in brought.items() if codes is not None}
         if self.gptq is not None:
+            # Before the checkpoint's windows advance: the quantized layer is to reproduce what it makes of them.
+            original = Original(own, self.calibration.hidden)
             with self.clock("gptq"):
-                chosen = self.gptq.layer(layer, weights, gains, biases, norms, chosen)
+                chosen = self.gptq.layer(layer, weights, gains, biases, norms, original, chosen)
+            del original
+        statistics = self._calibrate(layer, own)
+        del own
+        self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
         for module in MODULES:
             rows = rows_of(weights.pop(module))
             moment = statistics.second_moment[module]
             self._module(f"{prefix}.{module}", rows, gains.get(module), moment, chosen.pop(module, None))
 
-    def _calibrate(
-        self,
-        layer: int,
-        weights: Mapping[str, Tensor],
-        gains: Mapping[str, Tensor],
-        biases: Mapping[str, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-    ) -> LayerStatistics:
+    def _calibrate(self, layer: int, own: LayerWeights) -> LayerStatistics:
         assert self.calibration is not None
         with self.clock("calibrate"):
-            statistics = self.calibration.run_layer(calibration_layer(weights, gains, biases, norms, self.device))
+            statistics = self.calibration.run_layer(own)
         for site, value in statistics.amax.items():
             if not (value < float("inf") and bool(statistics.second_moment[site].isfinite().all())):
                 raise ConvertError(

@@ -15,6 +15,7 @@ from fut_convert.calibration import windows_at_once
 from fut_convert.quantize.gptq import error_chunk
 from fut_convert.quantize.module import block_weights
 from fut_convert.quantize.scales import search_chunk
+from fut_convert.recipe import GptqRecipe, corrects
 from fut_runtime.artifact.manifest import Manifest, WeightSpec
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 
@@ -41,23 +42,31 @@ class DeviceMemory:
         steps: step -> bytes without the activations of all windows.
         resident: bytes of those activations that live in every step: hidden states.
         attended: bytes of those that live only while `qkv` and `o` are quantized by GPTQ.
+        middle: bytes of those that live only while `o`, `gate_up` and `down` are: the checkpoint's own in mid-layer.
     """
 
     steps: Mapping[str, int]
     resident: int
     attended: int
+    middle: int
 
     @property
     def activation_bytes(self) -> int:
         """All activations of all windows."""
-        return self.resident + self.attended
+        return self.resident + self.attended + self.middle
 
     def peak(self, place: str) -> int:
         """Peak with the activations of all windows in a place, one of PLACES."""
         if place != "device":
             return max(self.steps.values())
-        beside = {"report": 0, "gptq qkv": self.resident + self.attended, "gptq o": self.resident + self.attended}
-        return max(size + beside.get(step, self.resident) for step, size in self.steps.items())
+        beside = {
+            "report": -self.resident,
+            "gptq qkv": self.attended,
+            "gptq o": self.attended + self.middle,
+            "gptq gate_up": self.middle,
+            "gptq down": self.middle,
+        }
+        return max(size + self.resident + beside.get(step, 0) for step, size in self.steps.items())
 
 
 def device_memory(
@@ -76,29 +85,38 @@ def device_memory(
     codes = _layer_specs(manifest)
     report = {"report": _LIBRARY_BYTES + report_bytes} if report_bytes else {}
     if windows is None:
-        return DeviceMemory({"quantize": _LIBRARY_BYTES + block, **report}, 0, 0)
+        return DeviceMemory({"quantize": _LIBRARY_BYTES + block, **report}, 0, 0, 0)
     count, tokens = windows
     batch = tokens * min(count, windows_at_once(model, tokens, device))
     layer = 2 * sum(sizes[m] for m in MODULES)
     chosen = sum(_code_bytes(spec) for spec in codes.values())
-    steps = {"calibrate": layer + _forward(model, batch), "quantize": block + chosen}
-    held = 0
+    steps = {"calibrate": layer + chosen + _forward(model, batch), "quantize": block + chosen}
+    corrected = _corrected(manifest)
+    # The checkpoint's layer in BF16, then what takes its place.
+    held = layer
     for module, spec in codes.items():
-        steps[f"gptq {module}"] = held + _gptq(model, module, spec, batch, device)
+        steps[f"gptq {module}"] = held + _gptq(model, module, spec, batch, device, corrected)
         held += 2 * sizes[module] + _code_bytes(spec)
     head = manifest.weights.get("head", {}).get("int4")
     if head is not None and head.method == "gptq":
-        steps["gptq head"] = _gptq(model, "head", head, batch, device)
+        steps["gptq head"] = _gptq(model, "head", head, batch, device, False)
     hidden = 2 * count * tokens * model.hidden_size
     attended = 2 * count * tokens * model.module_shape("o")[1] if codes else 0
     sizes_of_steps = {step: _LIBRARY_BYTES + size for step, size in steps.items()}
-    return DeviceMemory({**sizes_of_steps, **report}, hidden * (2 if codes else 1), attended)
+    middle = hidden if codes and corrected else 0
+    return DeviceMemory({**sizes_of_steps, **report}, hidden * (2 if codes else 1), attended, middle)
 
 
 def _layer_specs(manifest: Manifest) -> dict[str, WeightSpec]:
     """INT4 format of each module whose codes GPTQ chooses."""
     specs = {m: manifest.weights[f"layers.0.{m}"].get("int4") for m in MODULES}
     return {m: spec for m, spec in specs.items() if spec is not None and spec.method == "gptq"}
+
+
+def _corrected(manifest: Manifest) -> bool:
+    """Whether GPTQ sees the checkpoint's own layers beside the quantized ones."""
+    settings = manifest.recipe.get("gptq")
+    return settings is not None and corrects(GptqRecipe(**settings))
 
 
 def _code_bytes(spec: WeightSpec) -> int:
@@ -115,16 +133,29 @@ def _forward(model: ModelSpec, tokens: int) -> int:
     return int(tokens * (max(mlp, attention) + 2 * model.hidden_size))
 
 
-def _gptq(model: ModelSpec, module: str, spec: WeightSpec, tokens: int, device: torch.device) -> int:
+def _gptq(model: ModelSpec, module: str, spec: WeightSpec, tokens: int, device: torch.device, corrected: bool) -> int:
     """Peak while GPTQ works on a module: its Hessian is summed up, or its codes are chosen."""
     rows, cols = spec.shape[0], spec.padded_shape[1]
     weights, entries = rows * cols, cols * cols
-    summed = max(_SUMMED_BYTES * entries + 6 * tokens * cols, _HESSIAN_BYTES * entries + _forward(model, tokens))
     chunk = error_chunk(device)
+    summed = max(_SUMMED_BYTES * entries + 6 * tokens * cols, _HESSIAN_BYTES * entries + _forward(model, tokens))
     chosen = max(
-        _FACTORISED_BYTES * entries + 5 * weights,
         _SOLVED_BYTES * entries + _SOLVER_BYTES * weights,
         _HESSIAN_BYTES * entries + 4 * weights + int(_SEARCH_BYTES * min(weights, search_chunk(device))),
         _HESSIAN_BYTES * entries + 7 * weights + _ERROR_BYTES * min(chunk, max(weights, entries)),
     )
-    return max(summed, chosen)
+    # The factor stays until the codes are chosen.
+    chosen += 4 * entries
+    factorised = _FACTORISED_BYTES * entries + 5 * weights
+    if corrected:
+        # t and its mean product with x beside the Hessian; FP32 residual streams whose difference t makes good for.
+        means = 4 * (entries + weights)
+        summed = max(
+            means + 4 * max(entries, weights) + 6 * tokens * (rows + cols),
+            means + _forward(model, tokens) + 12 * tokens * model.hidden_size,
+        )
+        # That mean stays; the correction itself takes four FP32 copies of the weights.
+        moved = _SOLVED_BYTES * entries + 20 * weights
+        chosen = max(chosen + 4 * weights, moved)
+        factorised += 4 * weights
+    return max(summed, factorised, chosen)

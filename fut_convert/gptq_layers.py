@@ -14,8 +14,8 @@ from fut_convert.errors import ConvertError
 from fut_convert.quantize.gptq import GptqResult, GptqSettings
 from fut_convert.quantize.module import Int4Codes
 from fut_convert.quantize.whole_matrix import gptq_module
-from fut_convert.recipe import GptqRecipe
-from fut_convert.sequential import SequentialCalibration
+from fut_convert.recipe import GptqRecipe, corrects
+from fut_convert.sequential import Original, SequentialCalibration
 from fut_runtime.artifact.fragment import dequantize_int4
 from fut_runtime.artifact.manifest import Manifest, WeightSpec
 
@@ -39,8 +39,10 @@ class GptqLayers:
         """Begin before the first layer, with int64 [windows, tokens]; the rest as for `Calibration`."""
         self.outcomes: dict[str, dict[str, Any]] = {}
         self._manifest = manifest
-        self._settings = GptqSettings(damping=recipe.damping, act_order=recipe.act_order, sweeps=recipe.sweeps)
-        self._solver = recipe.solver
+        self._settings = GptqSettings(
+            damping=recipe.damping, act_order=recipe.act_order, sweeps=recipe.sweeps, correction=recipe.correction
+        )
+        self._recipe = recipe
         self._calibration = SequentialCalibration(manifest.model, windows, embed, device, room)
         self._device = device
 
@@ -56,6 +58,7 @@ class GptqLayers:
         gains: Mapping[str, Tensor],
         biases: Mapping[str, Tensor],
         head_norms: tuple[Tensor, Tensor] | None,
+        original: Original,
         kept: Mapping[str, Int4Codes] | None = None,
     ) -> dict[str, Int4Codes]:
         """Codes of the layer's modules, on the device; the next call takes the layer after it.
@@ -65,6 +68,7 @@ class GptqLayers:
             gains: FP32 [in] of the RMSNorm before `qkv` and `gate_up`.
             biases: FP32 [out] of the modules that have one.
             head_norms: Qwen3's q and k gains.
+            original: the checkpoint's layer and its windows before it.
             kept: codes of modules that keep those of the checkpoint, on the device.
 
         Raises:
@@ -74,10 +78,10 @@ class GptqLayers:
         specs = {module: self._manifest.weights[f"layers.{index}.{module}"]["int4"] for module in weights}
         at_runtime = {module: gain for module, gain in gains.items() if specs[module].gain == "runtime"}
 
-        def quantize(module: str, hessian: Tensor) -> SixteenBitProjection:
+        def quantize(module: str, hessian: Tensor, wanted: Tensor | None) -> SixteenBitProjection:
             spec, name = specs[module], f"layers.{index}.{module}"
             if module not in chosen:
-                chosen[module] = self._choose(name, weights[module], spec, hessian, gains.get(module))
+                chosen[module] = self._choose(name, weights[module], spec, hessian, gains.get(module), wanted)
             stored = dequantize_int4(chosen[module].codes, chosen[module].scales)
             gain, bias = at_runtime.get(module), biases.get(module)
             return SixteenBitProjection(
@@ -87,7 +91,8 @@ class GptqLayers:
                 bias=None if bias is None else bias.to(self._device),
             )
 
-        self._calibration.quantize_layer(at_runtime, head_norms, quantize)
+        beside = original if corrects(self._recipe) else None
+        self._calibration.quantize_layer(at_runtime, head_norms, quantize, beside)
         return chosen
 
     def head(self, weight: Tensor, gain: Tensor) -> Int4Codes:
@@ -96,14 +101,24 @@ class GptqLayers:
         hessian = self._calibration.head_hessian(gain if spec.gain == "runtime" else None)
         return self._choose("head", weight, spec, hessian, gain)
 
-    def _choose(self, name: str, weight: Tensor, spec: WeightSpec, hessian: Tensor, gain: Tensor | None) -> Int4Codes:
+    def _choose(
+        self,
+        name: str,
+        weight: Tensor,
+        spec: WeightSpec,
+        hessian: Tensor,
+        gain: Tensor | None,
+        wanted: Tensor | None = None,
+    ) -> Int4Codes:
         if not bool(torch.isfinite(hessian).all()):
             raise ConvertError(
                 f"calibration: the input of {name} behind the quantized layers is not finite; it overflows 16 bits: "
                 "try another calibration text, or int4.method rtn"
             )
         try:
-            codes, result = gptq_module(weight, spec, hessian, gain=gain, settings=self._settings, solver=self._solver)
+            codes, result = gptq_module(
+                weight, spec, hessian, gain=gain, settings=self._settings, wanted=wanted, solver=self._recipe.solver
+            )
         except ConvertError as error:
             raise type(error)(f"{name}: {error}") from error
         self.outcomes[name] = _outcome(result)

@@ -91,8 +91,8 @@ def estimate_host_bytes(
     if place == "host" or (on_cpu and place == "device"):
         layer += 2 * windows.tokens * model.hidden_size
         if _solver_bytes(manifest):
-            # The states behind the quantized layers and what they attended to.
-            layer += 2 * windows.tokens * (model.hidden_size + model.module_shape("o")[1])
+            # The states behind the quantized layers, what they attended to, and the checkpoint's own in mid-layer.
+            layer += 2 * windows.tokens * (2 * model.hidden_size + model.module_shape("o")[1])
     embedding = element * model.vocab_size * model.hidden_size
     return fixed + max(layer, embedding, reported)
 

@@ -114,6 +114,7 @@ class GptqRecipe:
     damping: float = _key(0.01, _number(0, 1))
     act_order: bool = _key(True, _flag)
     sweeps: int = _key(1, _number(0, 100, whole=True))
+    correction: float = _key(0.5, _number(0, 1))
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,11 @@ def _check_foreign_solver(recipe: Recipe, where: str) -> None:
 def uses_gptq(recipe: Recipe) -> bool:
     """Whether codes of the layers are chosen by GPTQ."""
     return recipe.int4.method == "gptq" and "int4" in recipe.weights
+
+
+def corrects(gptq: GptqRecipe) -> bool:
+    """Whether GPTQ needs the checkpoint's own layers beside the quantized ones."""
+    return gptq.solver == "fut" and gptq.correction > 0
 
 
 def uses_int4(recipe: Recipe) -> bool:

@@ -1,16 +1,19 @@
 """Sequential calibration: each projection sees what the quantized ones before it make of the windows.
 
 Frantar et al. 2022, section 3.3 of the paper and its code: a layer is calibrated behind the quantized layers, and
-inside a layer qkv comes before o, gate_up and down, so that each makes good for what those before it lost as well.
+inside a layer qkv comes before o, gate_up and down. With the checkpoint's own layer beside it, each module also learns
+what it should have put out, and so makes good for what those before it lost (`fut_convert.quantize.correction`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fut_convert.activation_store import ActivationStore
 from fut_convert.calibration import Calibration
 from fut_runtime.reference.layer import LayerWeights, Sixteen, attention, gated
 from fut_runtime.reference.numerics import ACTIVATION_DTYPE, EXACT, row_factor
@@ -19,9 +22,20 @@ from fut_runtime.reference.projection import Projection, normalized
 #: Whether a product of BF16 matrices can leave its FP32 sums unrounded (CUDA, from this version of PyTorch on).
 _FP32_RESULTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
-#: quantize(module, hessian) -> the module as it will multiply. The Hessian is FP32 [in, in], the mean of xxᵀ over the
-#: inputs x of its product.
-Quantize = Callable[[str, Tensor], Projection]
+#: quantize(module, hessian, wanted) -> the module as it will multiply. The Hessian is FP32 [in, in], the mean of xxᵀ
+#: over the inputs x of its product; `wanted` is FP32 [out, in], the mean of txᵀ with t what it is to put out before its
+#: bias, or None without an original.
+Quantize = Callable[[str, Tensor, Tensor | None], Projection]
+#: Inputs x [tokens, in] of a product, and t [tokens, out] or None.
+Sample = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Original:
+    """A layer of the checkpoint as it is, and the hidden states of the same windows before it."""
+
+    layer: LayerWeights
+    hidden: ActivationStore
 
 
 class SequentialCalibration(Calibration):
@@ -29,7 +43,11 @@ class SequentialCalibration(Calibration):
 
     @torch.inference_mode()
     def quantize_layer(
-        self, gains: Mapping[str, Tensor], head_norms: tuple[Tensor, Tensor] | None, quantize: Quantize
+        self,
+        gains: Mapping[str, Tensor],
+        head_norms: tuple[Tensor, Tensor] | None,
+        quantize: Quantize,
+        original: Original | None = None,
     ) -> None:
         """Have a layer quantized module by module, and advance every window through the result.
 
@@ -38,30 +56,34 @@ class SequentialCalibration(Calibration):
                 gain that is folded into the weights must not be here, because then the product never sees it.
             head_norms: Qwen3's q and k gains, or None.
             quantize: called for qkv, o, gate_up and down in this order.
+            original: what the layer is to reproduce; it is left as it is.
         """
         projections: dict[str, Projection] = {}
         norms = (None, None) if head_norms is None else tuple(n.to(self.device) for n in head_norms)
         layer = LayerWeights(projections, *norms)
         products = Sixteen(EXACT, self.model.rms_norm_eps)
 
-        projections["qkv"] = quantize("qkv", self._after_norm(gains.get("qkv")))
+        projections["qkv"] = quantize("qkv", *self._moments(self._after_norm("qkv", gains.get("qkv"), original)))
 
         attended = self.room("attended", self.model.module_shape("o")[1])
         for batch in self.batches():
             h = batch.states.float()
             attended.store(batch.windows, attention(self.model, layer, products, EXACT, h, batch.rope, batch.attend))
-        inputs = (attended.load(batch.windows).flatten(0, 1) for batch in self.batches())
-        projections["o"] = quantize("o", self._mean_square(inputs))
+        # The original behind its attention: what its second half starts from.
+        middle = None if original is None else self.room("middle", self.model.hidden_size)
+        projections["o"] = quantize("o", *self._moments(self._attended(attended, products, original, middle)))
         for batch in self.batches():
             x = attended.load(batch.windows).flatten(0, 1).float()
             self.advance(batch, batch.states.float() + products.plain(layer, "o", x))
         attended.close()
+        half = None if original is None or middle is None else Original(original.layer, middle)
 
-        projections["gate_up"] = quantize("gate_up", self._after_norm(gains.get("gate_up")))
+        samples = self._after_norm("gate_up", gains.get("gate_up"), half)
+        projections["gate_up"] = quantize("gate_up", *self._moments(samples))
 
-        # Twice computed rather than kept: it is the widest activation of the layer.
-        wide = (gated(layer, products, batch.states.float()) for batch in self.batches())
-        projections["down"] = quantize("down", self._mean_square(wide))
+        projections["down"] = quantize("down", *self._moments(self._gated(layer, products, half)))
+        if middle is not None:
+            middle.close()
         for batch in self.batches():
             h = batch.states.float()
             self.advance(batch, h + products.plain(layer, "down", gated(layer, products, h)))
@@ -69,29 +91,74 @@ class SequentialCalibration(Calibration):
     @torch.inference_mode()
     def head_hessian(self, gain: Tensor | None) -> Tensor:
         """FP32 [hidden, hidden], the Hessian of the head; `gain` is that of the final norm where it is not folded."""
-        return self._after_norm(gain)
+        return self._moments(self._after_norm("head", gain, None))[0]
 
-    def _after_norm(self, gain: Tensor | None) -> Tensor:
-        """Hessian of a projection that follows an RMSNorm of the hidden states."""
+    def _after_norm(self, module: str, gain: Tensor | None, original: Original | None) -> Iterator[Sample]:
+        """What enters a projection that follows an RMSNorm, and what the original's puts out."""
         gain = None if gain is None else gain.to(self.device)
         eps = self.model.rms_norm_eps
-        hidden = (batch.states.float() for batch in self.batches())
-        return self._mean_square(normalized(h, row_factor(h, eps), gain) for h in hidden)
+        for batch in self.batches():
+            h, wanted = batch.states.float(), None
+            if original is not None:
+                own = original.hidden.load(batch.windows).flatten(0, 1).float()
+                projection = original.layer.projections[module]
+                wanted = projection.accumulate(EXACT.round16(normalized(own, row_factor(own, eps), projection.gain)))
+            yield normalized(h, row_factor(h, eps), gain), wanted
 
-    def _mean_square(self, inputs: Iterable[Tensor]) -> Tensor:
-        """Mean of xxᵀ, FP32 [in, in], over inputs [tokens, in] that are rounded to 16 bits first."""
-        total, count = torch.zeros((), device=self.device), 0
-        for x in inputs:
-            product = outer_products(x.to(ACTIVATION_DTYPE))
-            total = product if count == 0 else total.add_(product)
+    def _attended(
+        self, attended: ActivationStore, products: Sixteen, original: Original | None, middle: ActivationStore | None
+    ) -> Iterator[Sample]:
+        """What enters `o`, and what it would have to add for the original's residual stream; that goes to `middle`."""
+        for batch in self.batches():
+            x = attended.load(batch.windows).flatten(0, 1)
+            if original is None or middle is None:
+                yield x, None
+                continue
+            own = original.hidden.load(batch.windows).flatten(0, 1).float()
+            heads = attention(self.model, original.layer, products, EXACT, own, batch.rope, batch.attend)
+            projection = original.layer.projections["o"]
+            out = projection.accumulate(EXACT.round16(heads))
+            middle.store(batch.windows, own + projection.finish(out))
+            yield x, out + own - batch.states.float()
+
+    def _gated(self, layer: LayerWeights, products: Sixteen, original: Original | None) -> Iterator[Sample]:
+        """What enters `down`, and what it would have to add for the original's residual stream.
+
+        Computed anew by who needs it rather than kept: it is the widest activation of the layer.
+        """
+        for batch in self.batches():
+            h, wanted = batch.states.float(), None
+            if original is not None:
+                own = original.hidden.load(batch.windows).flatten(0, 1).float()
+                wide = EXACT.round16(gated(original.layer, products, own))
+                wanted = original.layer.projections["down"].accumulate(wide) + own - h
+            yield gated(layer, products, h), wanted
+
+    def _moments(self, samples: Iterable[Sample]) -> tuple[Tensor, Tensor | None]:
+        """Means of xxᵀ, FP32 [in, in], and of txᵀ, FP32 [out, in], over tokens rounded to 16 bits first."""
+        squares: Tensor | None = None
+        mixed: Tensor | None = None
+        count = 0
+        for inputs, wanted in samples:
+            x = inputs.to(ACTIVATION_DTYPE)
+            squares = _plus(squares, outer_products(x, x))
+            if wanted is not None:
+                mixed = _plus(mixed, outer_products(wanted.to(ACTIVATION_DTYPE), x))
             count += len(x)
-        return total.div_(count)
+            # The next batch is computed while these would still be held.
+            del inputs, wanted, x
+        if squares is None:
+            raise ValueError("there are no windows to calibrate on")
+        return squares.div_(count), None if mixed is None else mixed.div_(count)
 
 
-def outer_products(x: Tensor) -> Tensor:
-    """xᵀx of a BF16 matrix [tokens, in], summed in FP32: float32 [in, in]."""
-    if x.is_cuda and _FP32_RESULTS:
-        return torch.mm(x.T, x, out_dtype=torch.float32)
+def _plus(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
+
+
+def outer_products(left: Tensor, right: Tensor) -> Tensor:
+    """leftᵀ · right of BF16 matrices [tokens, m] and [tokens, n], summed in FP32: float32 [m, n]."""
+    if left.is_cuda and _FP32_RESULTS:
+        return torch.mm(left.T, right, out_dtype=torch.float32)
     # BF16 numbers are exact in FP32, and in TF32 should that be on; so are their products.
-    x = x.float()
-    return x.T @ x
+    return left.float().T @ right.float()

@@ -37,12 +37,14 @@ class GptqSettings:
             them. Groups are static: every column keeps its place and the scale of its group.
         block_size: columns after which the rest of the matrix is updated; of no influence but rounding.
         sweeps: passes of coordinate descent over the codes afterwards, see `refine_codes`.
+        correction: share of the earlier modules' error that a matrix makes good for, see `corrected_weight`.
     """
 
     damping: float = 0.01
     act_order: bool = True
     block_size: int = 128
     sweeps: int = 1
+    correction: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -100,15 +102,25 @@ def gptq_int4(
         raise ValueError(f"the Hessian of {columns} inputs is {list(hessian.shape)}, expected {[columns, columns]}")
     if not bool(torch.isfinite(hessian).all()):
         raise ValueError("the Hessian holds values that are not finite")
+    return solve_int4(weight, hessian, scales, group_size, settings, factorize(hessian, settings))
+
+
+def solve_int4(
+    weight: Tensor,
+    hessian: Tensor,
+    scales: Tensor,
+    group_size: int,
+    settings: GptqSettings,
+    factor: HessianFactor | None,
+) -> GptqResult:
+    """`gptq_int4` with what `factorize` makes of the Hessian."""
     codes = rtn_int4(weight, scales, group_size)
     total = row_errors(weight, None, scales, group_size, hessian).sum()
     rounded = row_errors(weight, codes, scales, group_size, hessian)
-    factor = factorize(hessian, settings)
     if factor is None:
         return GptqResult(codes, None, indefinite(), len(weight), error_share(rounded, total))
     damping = factor.damping
     solved = solve_columns(weight, scales, group_size, factor.order, factor.upper, settings.block_size)
-    del factor
     errors = row_errors(weight, solved, scales, group_size, hessian)
     if settings.sweeps:
         swept = refine_codes(

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fut_convert.quantize import gptq
 from fut_convert.quantize.auto_gptq import auto_gptq_int4
+from fut_convert.quantize.correction import corrected_weight
 from fut_convert.quantize.fold import fold_gain
-from fut_convert.quantize.gptq import GptqResult, GptqSettings, gptq_int4
+from fut_convert.quantize.gptq import GptqResult, GptqSettings, solve_int4
 from fut_convert.quantize.module import SCALE_DTYPES, Int4Codes
 from fut_convert.quantize.scales import int4_scales
 from fut_runtime.artifact.manifest import WeightSpec
@@ -21,6 +23,7 @@ def gptq_module(
     *,
     gain: Tensor | None,
     settings: GptqSettings,
+    wanted: Tensor | None = None,
     solver: str = "fut",
 ) -> tuple[Int4Codes, GptqResult]:
     """Scales and codes of a whole matrix.
@@ -31,6 +34,8 @@ def gptq_module(
         hessian: FP32 [in, in], the mean of xxᵀ over what enters the product: after the gain where that is applied at
             run time, before it where it is folded.
         gain: [in] of the RMSNorm before it; folded where the spec says so.
+        wanted: FP32 [out, in], the mean of txᵀ with t what the module is to put out, see `corrected_weight`; None for
+            what the given weight makes of x.
         solver: `fut`, or `auto-gptq`, which chooses its own scales.
 
     Raises:
@@ -47,6 +52,10 @@ def gptq_module(
     if solver == "auto-gptq":
         scales, result = auto_gptq_int4(values, hessian, group_size, settings, scale_dtype=scale_dtype)
         return Int4Codes(result.codes, scales), result
+    factor = gptq.factorize(hessian, settings)
+    if wanted is not None and factor is not None:
+        wanted = pad(wanted, (0, extra)) if extra else wanted
+        values = corrected_weight(values, hessian, wanted, factor, settings.correction)
     scales = int4_scales(
         values,
         group_size,
@@ -54,5 +63,5 @@ def gptq_module(
         second_moment=hessian.diagonal() if spec.scale_method == "weighted_search" else None,
         scale_dtype=scale_dtype,
     )
-    result = gptq_int4(values, hessian, scales, group_size, settings)
+    result = solve_int4(values, hessian, scales, group_size, settings, factor)
     return Int4Codes(result.codes, scales), result

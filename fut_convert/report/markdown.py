@@ -128,7 +128,8 @@ def _weighting(modules: Sequence[dict[str, Any]]) -> str:
     kinds = {row["weighting"] for row in modules if row["format"] != "bf16"}
     sentences = {
         "hessian": "The error of a matrix that GPTQ solved is that of the module's output on the calibration text, "
-        "√(tr(ΔHΔᵀ) / tr(WHWᵀ)) with Δ = W − Ŵ and H the mean of xxᵀ of what enters behind the quantized layers.",
+        "√(tr(ΔHΔᵀ) / tr(WHWᵀ)) with Δ = W − Ŵ, H the mean of xxᵀ of what enters behind the quantized layers, and W "
+        "the matrix that makes good for their error, where GPTQ corrects for it.",
         "second_moment": "The error of a matrix that was rounded to nearest is √(Σ E[x²](w − ŵ)² / Σ E[x²]w²) with "
         "calibration's E[x²]: that of the module's output as far as its input channels are uncorrelated.",
         "none": "Nothing was calibrated: the error is the plain relative error √(Σ(w − ŵ)² / Σw²) of the weights.",

@@ -50,7 +50,7 @@ def test_no_module_is_worse_than_with_auto_gptq(smollm2_gguf: Path) -> None:
                 calibration.run_layer(layer)
                 continue
 
-            def compare(module: str, hessian: Tensor, layer=layer, weights=weights, index=index):  # type: ignore[no-untyped-def]
+            def compare(module: str, hessian: Tensor, _: None, layer=layer, weights=weights, index=index):  # type: ignore[no-untyped-def]
                 ratios[f"layers.{index}.{module}"] = error_ratio(weights[module].float(), hessian)
                 return layer.projections[module]
 

@@ -15,6 +15,7 @@ from fut_convert.gptq_layers import GptqLayers
 from fut_convert.manifest import build_manifest
 from fut_convert.quantize import gptq as gptq_module_
 from fut_convert.recipe import load_recipe
+from fut_convert.sequential import Original
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 from tensor_memory import TensorMemory
 from tiny_artifact import MODEL
@@ -29,11 +30,13 @@ def shaped(hidden: int, heads: int, kv_heads: int, intermediate: int) -> ModelSp
     )  # fmt: skip
 
 
-def predicted(model: ModelSpec, windows: tuple[int, int]) -> Mapping[str, int]:
-    recipe = load_recipe("gptq", {"int4.gain": "folded"})
+def predicted(model: ModelSpec, windows: tuple[int, int], **options: object) -> Mapping[str, int]:
+    recipe = load_recipe("gptq", {"int4.gain": "folded", **options})
     manifest = build_manifest(model, recipe, source={"kind": "directory", "name": "x"}, calibration={"text": "x"})
     memory = device_memory(manifest, windows, CPU)
-    assert memory.resident == 2 * 2 * windows[0] * windows[1] * model.hidden_size
+    states = 2 * windows[0] * windows[1] * model.hidden_size
+    if recipe.int4.method == "gptq":
+        assert (memory.resident, memory.middle) == (2 * states, states if recipe.gptq.correction else 0)
     return {step: size - _LIBRARY_BYTES for step, size in memory.steps.items()}
 
 
@@ -59,22 +62,28 @@ def test_a_layer_takes_what_was_predicted(
         calibration.run_layer(calibration_layer({m: w.clone() for m, w in weights.items()}, {}, {}, None, CPU))
     # The hidden states are on the device already; what is predicted has a batch of them on top.
     found = memory.peak + 2 * ids.numel() * model.hidden_size
-    assert found == pytest.approx(predicted(model, windows)["calibrate"], rel=0.1)
+    assert found == pytest.approx(predicted(model, windows, **{"int4.method": "rtn"})["calibrate"], rel=0.1)
 
 
+@pytest.mark.parametrize("correction", [0.0, 0.5])
 @pytest.mark.parametrize("shape", [(256, 4, 2, 1536), (192, 3, 1, 1280)])
-def test_gptq_takes_what_was_predicted(shape: tuple[int, int, int, int], everything_at_once: None) -> None:
+def test_gptq_takes_what_was_predicted(
+    shape: tuple[int, int, int, int], correction: float, everything_at_once: None
+) -> None:
     """The factors of `down`'s wide Hessian are what counts in large models."""
     model, windows = shaped(*shape), (1, 128)
-    recipe = load_recipe("gptq", {"int4.gain": "folded"})
+    options = {"gptq.correction": correction}
+    recipe = load_recipe("gptq", {"int4.gain": "folded", **options})
     manifest = build_manifest(model, recipe, source={"kind": "directory", "name": "x"}, calibration={"text": "x"})
     ids = torch.randint(0, 300, windows)
     embed = torch.randn(300, model.hidden_size).bfloat16()
     weights = {m: (torch.randn(model.module_shape(m)) * 0.02).bfloat16() for m in MODULES}
     gains = {m: torch.ones(model.hidden_size) for m in ("qkv", "gate_up")}
     layers = GptqLayers(manifest, recipe.gptq, ids, embed, CPU)
+    own = Calibration(model, ids, embed, CPU)
     with TensorMemory() as memory:
-        layers.layer(0, weights, gains, {}, None)
-    steps = predicted(model, windows)
+        layer = calibration_layer({m: w.clone() for m, w in weights.items()}, gains, {}, None, CPU)
+        layers.layer(0, weights, gains, {}, None, Original(layer, own.hidden))
+    steps = predicted(model, windows, **options)
     assert max(steps, key=lambda step: steps[step]) == "gptq down"
     assert memory.peak == pytest.approx(steps["gptq down"], rel=0.1)

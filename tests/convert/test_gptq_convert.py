@@ -48,7 +48,9 @@ def test_only_the_int4_tensors_differ_from_rounding_to_nearest(tiny_checkpoint: 
     spec = gptq.manifest.weights["layers.1.down"]["int4"]
     assert (spec.method, spec.scale_method) == ("gptq", "weighted_search")
     assert gptq.manifest.weights["layers.1.down"]["e4m3"].method == "rtn"
-    assert gptq.manifest.recipe["gptq"] == {"solver": "fut", "damping": 0.01, "act_order": True, "sweeps": 1}
+    assert gptq.manifest.recipe["gptq"] == {
+        "solver": "fut", "damping": 0.01, "act_order": True, "sweeps": 1, "correction": 0.5,
+    }  # fmt: skip
     assert "gptq" not in rtn.manifest.recipe
 
 
@@ -92,9 +94,10 @@ def test_logits_are_nearer_than_with_rounding_to_nearest(
     checkpoint = str(odd_checkpoint(name))
     common = {**QUICK, "calibration.windows": 8, "int4.gain": gain}
     logits: dict[str, Tensor] = {}
-    for method in ("bf16", "rtn", "gptq"):
+    for method in ("bf16", "rtn", "uncorrected", "gptq"):
         options = {**common, "weights": ["bf16"]} if method == "bf16" else {**common, "weights": ["int4"]}
-        options["int4.method"] = "gptq" if method == "gptq" else "rtn"
+        options["int4.method"] = "gptq" if method in ("gptq", "uncorrected") else "rtn"
+        options["gptq.correction"] = 0.0 if method == "uncorrected" else 0.5
         result = convert(checkpoint, tmp_path / method, overrides=options)
         mode = "bf16" if method == "bf16" else "int4"
         backend = reference.load(
@@ -104,8 +107,8 @@ def test_logits_are_nearer_than_with_rounding_to_nearest(
         # Random models have nothing to generalize, so on what they were calibrated on.
         windows = result.plan.windows.ids.tolist()
         logits[method] = torch.cat([backend.prefill([(backend.open_request(128), ids)]) for ids in windows])
-    lost = {m: (logits[m] - logits["bf16"]).norm().item() for m in ("rtn", "gptq")}
-    assert lost["gptq"] < 0.95 * lost["rtn"]
+    lost = {m: (logits[m] - logits["bf16"]).norm().item() for m in ("rtn", "uncorrected", "gptq")}
+    assert lost["uncorrected"] < 0.95 * lost["rtn"] and lost["gptq"] < 0.95 * lost["uncorrected"]
 
 
 def test_a_head_in_int4_is_calibrated_behind_the_quantized_layers(tiny_checkpoint: Make, tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_calibration_behind_unquantized_modules_is_the_plain_one(name: str, odd_
             statistics = plain.run_layer(layer)
             hessians: dict[str, Tensor] = {}
 
-            def keep(module: str, hessian: Tensor, layer=layer, hessians=hessians) -> SixteenBitProjection:  # type: ignore[no-untyped-def]
+            def keep(module: str, hessian: Tensor, _: None, layer=layer, hessians=hessians) -> SixteenBitProjection:  # type: ignore[no-untyped-def]
                 hessians[module] = hessian
                 return layer.projections[module]  # type: ignore[no-any-return]
 
@@ -173,6 +176,7 @@ def test_hessians_are_sums_of_outer_products(odd_checkpoint: Make) -> None:
         ({"gptq.solver": "auto-gptq", "int4.method": "rtn"}, "choose gptq"),
         ({"gptq.solver": "auto-gptq", "int4.scale_method": "weighted_search"}, "chooses its own scales, 2·max/15"),
         ({"gptq.sweeps": -1}, "a whole number of at least 0"),
+        ({"gptq.correction": 2}, "at least 0 and at most 1"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], message: str) -> None:
@@ -187,7 +191,7 @@ def test_formats_without_int4_ignore_the_method() -> None:
 def test_inputs_that_overflow_name_the_module(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fut_convert.sequential.outer_products", lambda x: x.float().T @ x.float() * torch.inf)
+    monkeypatch.setattr("fut_convert.sequential.outer_products", lambda _, x: x.float().T @ x.float() * torch.inf)
     with pytest.raises(ConvertError, match=r"layers\.0\.qkv behind the quantized layers is not finite"):
         convert(str(tiny_checkpoint()), tmp_path / "out", overrides=GPTQ)
     assert not (tmp_path / "out").exists()
