@@ -18,7 +18,7 @@ from fut_convert.sources import open_source
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.reference import backend as reference
-from quantized_checkpoints import Quantized, write_quantized
+from quantized_checkpoints import Fp8Matrix, Quantized, write_quantized
 
 #: Short calibration, so that a conversion takes a fraction of a second.
 QUICK = {"calibration.windows": 2, "calibration.window_tokens": 64, "calibration.allow_few_tokens": True}
@@ -55,7 +55,7 @@ def check_codes_and_scales(artifact: Artifact, matrices: Mapping[str, Quantized]
     check_weights(artifact, matrices, exact=True)
 
 
-def check_weights(artifact: Artifact, matrices: Mapping[str, Quantized], *, exact: bool) -> None:
+def check_weights(artifact: Artifact, matrices: Mapping[str, Quantized | Fp8Matrix], *, exact: bool) -> None:
     """INT4 weights equal the checkpoint's dequantized ones, or come near; E4M3 weights are made of those."""
     for module in MODULES:
         weight = torch.cat([matrices[part].weight() for part in weight_names(1, module)])
@@ -77,7 +77,7 @@ def check_logits(artifact: Artifact, plain: Path) -> None:
     assert relative(found.float(), expected.float()) < 1e-5
 
 
-def check_loaded(checkpoint: Path, matrices: Mapping[str, Quantized]) -> None:
+def check_loaded(checkpoint: Path, matrices: Mapping[str, Quantized | Fp8Matrix]) -> None:
     """The source gives each matrix dequantized, whole and in rows."""
     with open_source(str(checkpoint)) as source:
         assert [p.message for p in source.check() if p.severity == "error"] == []

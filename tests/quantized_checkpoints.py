@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,9 +42,34 @@ class Quantized:
         return torch.from_numpy(levels * self.scales.float().numpy()[:, self.index])
 
 
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """A matrix of E4M3 numbers: bits uint8 [out, in], and FP32 scales [out, in], those of blocks repeated."""
+
+    bits: np.ndarray
+    scales: np.ndarray
+
+    def weight(self) -> Tensor:
+        """float32 [out, in]."""
+        return torch.from_numpy(E4M3_VALUES[self.bits] * self.scales)
+
+
+def _e4m3(bits: int) -> float:
+    """The number that eight bits mean: sign, exponent with bias 7, three bits of mantissa."""
+    sign, exponent, mantissa = -1 if bits & 128 else 1, bits >> 3 & 15, bits & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+#: The numbers of all 256 codes.
+E4M3_VALUES = np.array([_e4m3(bits) for bits in range(256)], np.float32)
+
 #: Tensors of one module, by the last part of their names.
 Parts = dict[str, Tensor]
-Packer = Callable[[Quantized], Parts]
+M = TypeVar("M", Quantized, Fp8Matrix)
+#: Of the matrices that were made.
+Packer = Callable[[Any], Parts]
 
 
 def random_quantized(
@@ -82,6 +107,18 @@ def random_quantized(
 def matrices_of(group: int, **settings: Any) -> Callable[[str, tuple[int, int]], Quantized]:
     """Makes matrices for `write_quantized`; settings are those of `random_quantized`."""
     return lambda name, shape: random_quantized(name, shape, group, **settings)
+
+
+def random_fp8(name: str, shape: tuple[int, int], block: tuple[int, int]) -> Fp8Matrix:
+    """A matrix with entries near N(0, 1/in), and a BF16 scale for every `block` (rows, columns)."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    blocks = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
+    scales = torch.from_numpy(rng.uniform(0.5, 1.5, blocks) / 100 / np.sqrt(shape[1])).to(torch.bfloat16).float()
+    wide = np.repeat(np.repeat(scales.numpy(), block[0], 0)[: shape[0]], block[1], 1)[:, : shape[1]]
+    # The positive numbers ascend with their codes.
+    wanted = np.minimum(np.abs(rng.standard_normal(shape) * 100), 448)
+    bits = np.searchsorted(E4M3_VALUES[:127], wanted) | np.where(rng.random(shape) < 0.5, 128, 0)
+    return Fp8Matrix(bits.astype(np.uint8), wide)
 
 
 def packed_words(nibbles: np.ndarray, places: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
@@ -157,14 +194,14 @@ def is_projection(name: str) -> bool:
 
 def write_quantized(
     directory: Path,
-    make: Callable[[str, tuple[int, int]], Quantized],
+    make: Callable[[str, tuple[int, int]], M],
     pack: Packer,
     config: Mapping[str, Any] | None,
     *,
     change: Callable[[dict[str, Tensor]], None] | None = None,
     files: Mapping[str, Mapping[str, Any]] | None = None,
     **sizes: Any,
-) -> dict[str, Quantized]:
+) -> dict[str, M]:
     """Write a checkpoint with every projection quantized.
 
     Args:
@@ -178,7 +215,7 @@ def write_quantized(
     Returns:
         The matrices by the name of the weight they stand for.
     """
-    matrices: dict[str, Quantized] = {}
+    matrices: dict[str, M] = {}
 
     def quantize(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if is_projection(name)]:
@@ -199,7 +236,7 @@ def write_quantized(
     return matrices
 
 
-def write_dequantized(directory: Path, matrices: Mapping[str, Quantized], **sizes: Any) -> Path:
+def write_dequantized(directory: Path, matrices: Mapping[str, Quantized | Fp8Matrix], **sizes: Any) -> Path:
     """The plain checkpoint of the same weights, in FP32."""
 
     def dequantize(tensors: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Compressed-tensors checkpoints (llm-compressor) of INT4 weights, `pack-quantized`.
+"""Compressed-tensors checkpoints (llm-compressor): which of its formats, and INT4 weights, `pack-quantized`.
 
 A matrix is `weight_packed` I32 [out, in/8], code of (n, k) plus 8 in word (n, k // 8) at bits 4·(k mod 8);
 `weight_scale` [out, groups]; `weight_shape` [2]; where it is asymmetric `weight_zero_point`, plus 8 and packed along
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fut_convert.errors import UnsupportedModelError
 from fut_convert.sources.fields import Fields
+from fut_convert.sources.fp8_format import Fp8Format, block_size
 from fut_convert.sources.grouped_codes import SYMMETRIC_ZERO, Grouping, unpack_nibbles
 from fut_convert.sources.stored_format import GroupedFormat, ReadTensor, StoredFormat, StoredMatrix
 
@@ -45,11 +46,24 @@ def compressed_format(fields: Fields) -> StoredFormat:
     formats = {str(scheme.data.get("format") or fields.data.get("format")) for scheme in schemes if scheme is not None}
     if kinds == {("int", 4)} and formats == {"pack-quantized"}:
         return CompressedFormat({_group_size(section) for section in weights if section is not None})
+    if kinds == {("float", 8)} and formats <= {"float-quantized", "naive-quantized"}:
+        blocks = {_block(section) for section in weights if section is not None}
+        if len(blocks) == 1:
+            return Fp8Format(blocks.pop())
     found = ", ".join(sorted(f"{kind} of {bits} bits" for kind, bits in kinds)) or "nothing"
     raise UnsupportedModelError(
         f"{fields.where}: holds {found} in the format {' and '.join(sorted(formats)) or 'None'} of compressed-tensors; "
-        f"readable are int of 4 bits in pack-quantized; {_ORIGINAL}"
+        f"readable are int of 4 bits in pack-quantized and float of 8 bits in float-quantized; {_ORIGINAL}"
     )
+
+
+def _block(weights: Fields) -> tuple[int, int] | None:
+    strategy = str(weights.data.get("strategy"))
+    if strategy not in ("tensor", "channel", "block"):
+        raise UnsupportedModelError(
+            f"{weights.where}: strategy is {strategy!r}, readable are tensor, channel and block; {_ORIGINAL}"
+        )
+    return block_size(weights, "block_structure") if strategy == "block" else None
 
 
 def _group_size(weights: Fields) -> int | None:

@@ -9,6 +9,7 @@ from fut_convert.errors import UnsupportedModelError
 from fut_convert.sources.awq_format import AwqFormat
 from fut_convert.sources.compressed_format import compressed_format
 from fut_convert.sources.fields import Fields
+from fut_convert.sources.fp8_format import Fp8Format
 from fut_convert.sources.gptq_format import GptqFormat
 from fut_convert.sources.quantized import quantization_method, refusal
 from fut_convert.sources.stored_format import StoredFormat
@@ -22,6 +23,9 @@ _READERS: dict[str, Callable[[Fields], StoredFormat]] = {
     "GPTQ": GptqFormat.from_config,
     "AWQ": AwqFormat.from_config,
     "compressed-tensors": compressed_format,
+    "FP8": Fp8Format.from_config,
+    "FP8 (FBGEMM)": Fp8Format.from_config,
+    "FP8 (fine-grained)": Fp8Format.from_config,
 }
 
 

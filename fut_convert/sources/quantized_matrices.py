@@ -78,8 +78,8 @@ class QuantizedMatrices:
             if missing := [part for part in self.format.required if part not in matrix.parts]:
                 present = ", ".join(sorted(matrix.parts))
                 raise CheckpointError(
-                    f"{files}: {matrix.name} has {present}, but {' and '.join(missing)} of a {self.format.title} "
-                    "matrix is missing; the checkpoint is incomplete"
+                    f"{files}: {matrix.name} has {present}, but {' and '.join(missing)} of a matrix in "
+                    f"{self.format.title} is missing; the checkpoint is incomplete"
                 )
             shape = self.format.shape(matrix)
         except CheckpointError as error:

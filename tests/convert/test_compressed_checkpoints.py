@@ -153,7 +153,10 @@ def test_what_the_library_packs_is_read_back(zeros: str, tmp_path: Path) -> None
     [
         (compressed_config(64, num_bits=8), "holds int of 8 bits in the format pack-quantized"),
         ({**compressed_config(64), "format": "marlin-24"}, "holds int of 4 bits in the format marlin-24"),
-        (compressed_config(64, type="float"), "holds float of 4 bits"),
+        (
+            compressed_config(64, type="float"),
+            "holds float of 4 bits.*readable are int of 4 bits",
+        ),
         (compressed_config(64, strategy="tensor"), "strategy is 'tensor', readable are group and channel"),
         ({**compressed_config(64), "sparsity_config": {"format": "sparse-24-bitmask"}}, "the weights are sparse"),
         ({**compressed_config(64), "transform_config": {"config_groups": {"R4": {}}}}, "transform_config rotates"),

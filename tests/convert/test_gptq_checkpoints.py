@@ -310,7 +310,7 @@ def damaged(tmp_path: Path, change: Callable[[dict[str, Tensor]], None], **confi
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     found = damaged(tmp_path, lambda tensors: tensors.pop(f"{LAYER}.mlp.up_proj.scales"))  # type: ignore[arg-type]
     assert len(found) == 1
-    assert f"{LAYER}.mlp.up_proj has g_idx, qweight, qzeros, but scales of a GPTQ matrix is missing" in found[0]
+    assert f"{LAYER}.mlp.up_proj has g_idx, qweight, qzeros, but scales of a matrix in GPTQ is missing" in found[0]
 
 
 def test_a_missing_matrix_is_named(tmp_path: Path) -> None:
