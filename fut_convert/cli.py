@@ -10,6 +10,7 @@ import click
 
 from fut_convert import __version__
 from fut_convert.errors import RecipeError
+from fut_convert.push import Push, push_options, take_push
 from fut_runtime.command_errors import reported_errors
 from fut_runtime.streams import prepare_streams
 from fut_runtime.termination import terminable
@@ -91,6 +92,7 @@ def _requantize(_: click.Context, __: click.Parameter, value: bool | None) -> st
 @click.option("--host-memory", type=_GIGABYTES, metavar="GB", help="Memory to use; all that is free.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing artifact, once the new one is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew, where an interrupted run left layers that are done.")
+@push_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to standard output, and nothing else.")
 @click.version_option(__version__, prog_name="fut-convert")
@@ -112,6 +114,7 @@ def main(
       fut-convert meta-llama/Llama-3.1-8B out/ --device cuda
       fut-convert SmolLM2-135M-Instruct.Q4_1.gguf out/ --recipe demo
       fut-convert ./checkpoint out/ --recipe gptq --evaluate wiki.test.raw --evaluate-windows 16
+      fut-convert ./checkpoint out/ --push-to-hub me/my-model --push-private
       fut-convert ./checkpoint out/ --dry-run
       fut-convert ./checkpoint out/ --no-calibration --scale-method absmax_7
 
@@ -119,6 +122,7 @@ def main(
     terminated.
     """
     prepare_streams()
+    push = take_push(options)
     budget = {name: options.pop(name) for name in ("device_memory", "host_memory")}
     overrides: dict[str, Any] = {key: options[name] for name, key in _RECIPE_OPTIONS.items()}
     if no_calibration:
@@ -135,7 +139,7 @@ def main(
         try:
             _run(
                 model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json,
-                budget | reporting,
+                push, budget | reporting,
             )  # fmt: skip
         except RecipeError as error:
             raise click.UsageError(str(error)) from error
@@ -155,8 +159,10 @@ def _say_what_is_kept(out: Path, error: BaseException) -> None:
 
 def _run(
     model: str, out: Path, recipe: str, overrides: dict[str, Any], revision: str | None, device: str, overwrite: bool,
-    restart: bool, dry_run: bool, as_json: bool, further: dict[str, Any],
+    restart: bool, dry_run: bool, as_json: bool, push: Push | None, further: dict[str, Any],
 ) -> None:  # fmt: skip
+    if push is not None:
+        push.check()
     # Imported here: PyTorch takes seconds to load, and --help should not.
     from fut_convert.pipeline import convert, plan_conversion
     from fut_convert.terminal import ConversionDisplay, print_plan, print_result
@@ -183,7 +189,15 @@ def _run(
             if display.started:
                 _say_what_is_kept(out, error)
             raise
-    if as_json:
-        click.echo(json.dumps(result.to_dict()))
-    else:
+    if not as_json:
         print_result(result)
+    published = None
+    if push is not None:
+        from fut_runtime.hub.commands import print_published, quiet_progress
+
+        quiet_progress(as_json)
+        published = push.publish(result.path)
+        if not as_json:
+            print_published(published)
+    if as_json:
+        click.echo(json.dumps({**result.to_dict(), "hub": None if published is None else published.to_dict()}))

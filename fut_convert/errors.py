@@ -30,8 +30,12 @@ class ReportError(ConvertError):
     """The artifact is whole, but what was to be measured on it could not be."""
 
 
+class PublishError(ConvertError):
+    """The artifact is whole, but the Hub did not take it."""
+
+
 class ReportInterrupted(KeyboardInterrupt):
-    """An interrupt while the report was made, when the artifact is whole already.
+    """An interrupt while the report was made or the artifact uploaded, when it is whole already.
 
     Attributes:
         message: says so.

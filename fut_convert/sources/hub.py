@@ -5,7 +5,7 @@ The config comes first, so that a model that cannot be converted is refused befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from fut_convert.errors import CheckpointError, HubError, UnsupportedModelError
 from fut_convert.sources.config import model_spec
 from fut_convert.sources.directory import DirectorySource, read_json_object
 from fut_convert.sources.file_kinds import SAFETENSORS_INDEX, TORCH_INDEX, WEIGHT_ENTRIES, is_side_file, weight_entries
+from fut_runtime.hub.cached_files import damaged_files, remove_files
 from fut_runtime.hub.download import literal_pattern
 from fut_runtime.hub.failures import Repository
 from fut_runtime.hub.requests import ask_hub
@@ -54,7 +55,7 @@ def open_hub_model(
     commit = snapshot.name
     model_spec(read_json_object(config_path, f"{model}: config.json"), None, model)
     if not constants.HF_HUB_OFFLINE:
-        fetch.snapshot(fetch.needed_files(commit), commit)
+        fetch.snapshot(fetch.needed_files(commit), snapshot)
     identity = {"kind": "hub", "id": model, "revision": requested, "commit": commit}
     return DirectorySource(snapshot, identity)
 
@@ -73,7 +74,8 @@ class _Fetch:
 
     def file(self, name: str, revision: str) -> Path:
         """Path of one file in the cache, fetched if need be; its folder is named after the commit."""
-        try:
+
+        def fetch() -> list[Path]:
             path = self._call(
                 lambda: hf_hub_download(
                     self._model,
@@ -85,9 +87,12 @@ class _Fetch:
                     local_files_only=constants.HF_HUB_OFFLINE,
                 )
             )
+            return [Path(path)]
+
+        try:
+            return self._whole(fetch)[0]
         except EntryNotFoundError as error:
             raise self._no_config(name, revision) from error
-        return Path(path)
 
     def needed_files(self, commit: str) -> list[str]:
         """Names of the weights and side files: of several formats of the weights, only the one that is read."""
@@ -104,17 +109,37 @@ class _Fetch:
                 raise CheckpointError(f"{self._model}: {entry} names {absent[0]}, which the repository does not have")
         return sorted(weights | {name for name in listing if is_side_file(name)})
 
-    def snapshot(self, names: Iterable[str], commit: str) -> None:
-        """Fetch these files of a commit, several at a time."""
-        self._call(
-            lambda: snapshot_download(
-                self._model,
-                revision=commit,
-                allow_patterns=[literal_pattern(name) for name in names],
-                token=self._token,
-                endpoint=self._endpoint,
-                cache_dir=self._cache_dir,
+    def snapshot(self, names: Sequence[str], folder: Path) -> None:
+        """Fetch these files of a commit, whose folder in the cache is given, several at a time."""
+        absent = [folder / name for name in names if not (folder / name).exists()]
+
+        def fetch() -> list[Path]:
+            self._call(
+                lambda: snapshot_download(
+                    self._model,
+                    revision=folder.name,
+                    allow_patterns=[literal_pattern(name) for name in names],
+                    token=self._token,
+                    endpoint=self._endpoint,
+                    cache_dir=self._cache_dir,
+                )
             )
+            return absent
+
+        self._whole(fetch)
+
+    def _whole(self, fetch: Callable[[], list[Path]]) -> list[Path]:
+        """Fetch files, and those a second time that were damaged on the way."""
+        for _ in range(2):
+            paths = fetch()
+            damaged = damaged_files(paths)
+            if not damaged:
+                return paths
+            if not constants.HF_HUB_OFFLINE:
+                remove_files(damaged)
+        raise CheckpointError(
+            f"{self._model}: {damaged[0].name} does not have the hash that the Hub gives for it, even when fetched "
+            "again; check the disk and the network, or ask its owner to upload it again"
         )
 
     def _listing(self, commit: str) -> set[str]:

@@ -23,6 +23,7 @@ from fut_runtime.artifact.paths import (
 )
 from fut_runtime.artifact.seal import read_files, read_marker
 from fut_runtime.errors import ArtifactError, HubError
+from fut_runtime.hub.cached_files import remove_files
 from fut_runtime.hub.failures import Repository
 from fut_runtime.hub.requests import ask_hub
 
@@ -77,10 +78,8 @@ class _DamagedError(Exception):
         self._paths = list(paths)
 
     def remove(self) -> None:
-        """Take the files out of the cache, and what they link to."""
-        for path in self._paths:
-            path.resolve().unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+        """Take the files out of the cache."""
+        remove_files(self._paths)
 
 
 class _Download:

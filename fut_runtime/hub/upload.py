@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from fut_runtime.artifact.paths import MANIFEST_FILE, is_shard_name
 from fut_runtime.artifact.reader import Artifact
@@ -160,13 +160,21 @@ class _Upload:
                 f"{self._repo.id}: the account may not publish under {owner!r}; it may under "
                 f"{', '.join(str(name) for name in owners)}"
             )
-        try:
-            info = ask_hub(lambda: self._api.model_info(self._repo.id), self._repo, writing=True)
-        except HubError as error:
-            if error.__cause__ is None or not isinstance(root_cause(error.__cause__), RepositoryNotFoundError):
-                raise
-        else:
+        info = self._info(None)
+        if info is not None:
             self._check_visibility(info)
+            # A branch that does not exist yet begins as a copy of the default one.
+            self._check_not_another_model(self._info(self._branch) or info)
+
+    def _info(self, revision: str | None) -> Any:
+        """The repository at a branch, or None where the Hub has no such repository or branch for this token."""
+        try:
+            return self._ask(lambda: self._api.model_info(self._repo.id, revision=revision))
+        except HubError as error:
+            absent = (RepositoryNotFoundError, RevisionNotFoundError)
+            if error.__cause__ is None or not isinstance(root_cause(error.__cause__), absent):
+                raise
+            return None
 
     def run(self, contents: UploadContents, message: str) -> Published:
         """Create the repository and branch where needed, send the files, commit, and look at the result."""
@@ -175,8 +183,8 @@ class _Upload:
             self._ask(lambda: self._api.create_branch(self._repo.id, branch=self._branch, exist_ok=True))
         before = self._ask(lambda: self._api.model_info(self._repo.id, revision=self._branch))
         self._check_visibility(before)
+        self._check_not_another_model(before)
         present = {sibling.rfilename for sibling in before.siblings or []}
-        self._check_not_another_model(present)
         additions = [_addition(file) for file in contents.files]
         self._ask(
             lambda: self._api.preupload_lfs_files(
@@ -215,7 +223,8 @@ class _Upload:
                 f"{self._repo.page}/settings, or leave the option out"
             )
 
-    def _check_not_another_model(self, present: set[str]) -> None:
+    def _check_not_another_model(self, info: Any) -> None:
+        present = {sibling.rfilename for sibling in info.siblings or []}
         weights = sorted(name for name in present if name.endswith(_WEIGHTS))
         if weights and MANIFEST_FILE not in present:
             raise ArtifactError(

@@ -120,4 +120,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
