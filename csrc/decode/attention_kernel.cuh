@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "../ptx/thread.cuh"
 #include "attention_bf16.cuh"
 #include "attention_int4.cuh"
 #include "attention_layout.cuh"
@@ -59,14 +60,6 @@ __device__ __forceinline__ void prepare_query(const AttentionParams& params, con
   if (lane == 0) constants[head] = {sum, params.score_scale / factor};
 }
 
-// Counts up to `last`, then from zero again; returns the count before. What the warp wrote before is seen by the warp
-// that gets `last`.
-__device__ __forceinline__ uint32_t arrive_and_wrap(uint32_t* counter, uint32_t last) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
-  return before;
-}
-
 template <class Traits>
 class AttentionConsumer {
  public:
@@ -102,17 +95,11 @@ class AttentionConsumer {
 
  private:
   // Read anew wherever they are asked for, so that neither they nor what follows from them take registers all along.
-  __device__ __forceinline__ static uint32_t thread() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-  }
+  __device__ __forceinline__ static uint32_t thread() { return thread_read_anew(); }
   __device__ __forceinline__ static int warp() { return static_cast<int>(thread() >> 5); }
   __device__ __forceinline__ static int this_lane() { return static_cast<int>(thread() & 31); }
 
-  __device__ __forceinline__ static void synchronize() {
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * kWarps) : "memory");
-  }
+  __device__ __forceinline__ static void synchronize() { named_barrier<32 * kWarps>(1); }
 
   // The warp's count of items; it waits in shared memory while the units need the registers.
   __device__ __forceinline__ volatile uint32_t& items_passed() const {

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "../ptx/mma.cuh"
+#include "../ptx/thread.cuh"
 #include "head_vector.cuh"
 #include "kv_block.cuh"
 
@@ -98,12 +99,6 @@ struct RunningSums {
     value_factor = first_value_factor;
   }
 };
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
 
 // Maximum over the lanes that share heads.
 __device__ __forceinline__ float token_max(float x) {

@@ -19,6 +19,7 @@
 #include "../ptx/bulk_copy.cuh"
 #include "../ptx/dependency.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/thread.cuh"
 #include "activation_stage.cuh"
 #include "projection_params.cuh"
 
@@ -464,7 +465,7 @@ __global__ void __launch_bounds__(kProjectionThreads, kTokenTiles == 1 ? 2 : 1) 
       fetch_activations(p, token, k_begin, chunks, x + token * at.x_pitch + 2 * (k_begin - x_begin), lane);
     if (p.square_sums != nullptr) {
       reduce_row_factors(p, row_factors, warp, lane);
-      asm volatile("bar.sync 1, %0;" ::"n"(32 * kProjectionWarps) : "memory");
+      named_barrier<32 * kProjectionWarps>(1);
     }
     cp_async_wait();
     __syncwarp();
@@ -478,15 +479,14 @@ __global__ void __launch_bounds__(kProjectionThreads, kTokenTiles == 1 ? 2 : 1) 
     if (cluster == 1)
       __syncwarp();
     else
-      asm volatile("bar.sync 1, %0;" ::"n"(32 * kProjectionWarps) : "memory");
+      named_barrier<32 * kProjectionWarps>(1);
 
     const int g = lane >> 2, t = lane & 3;
     int x_row[kTokenTiles];
 #pragma unroll
     for (int j = 0; j < kTokenTiles; ++j) x_row[j] = (8 * j + g < p.tokens ? 8 * j + g : 0) * at.x_pitch;
     const int slice_floats = (slice * kRowTiles * kTokenTiles * kLanes + lane) * 4;
-    const uint32_t their_slots = cluster_address(partial, row_group),
-                   their_full = cluster_address(slot_full, row_group);
+    const auto their_slots = cluster_address(partial, row_group), their_full = cluster_address(slot_full, row_group);
     int stage = 0, parity = 0, slot = 0, slot_parity = 1;
     for (int tile = first + row_group * kRowTiles; tile < end; tile += tiles_a_round) {
       Accumulator<kTokenTiles> sum[kRowTiles] = {};

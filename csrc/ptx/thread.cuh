@@ -1,0 +1,36 @@
+// Threads: their index, barriers of some of a CTA's warps, counters that wrap, and a fast power of two (PTX ISA).
+
+#pragma once
+
+#include <cstdint>
+
+namespace fut {
+
+// Waits for kThreads threads of the CTA, whole warps, at one of its 16 barriers.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// threadIdx.x, read anew: what follows from it need not be kept in registers until it is used.
+__device__ __forceinline__ uint32_t thread_read_anew() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// Counts up to `last`, then from zero again; returns the count before. What the warp wrote before is seen by the warp
+// that gets `last`.
+__device__ __forceinline__ uint32_t arrive_and_wrap(uint32_t* counter, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+}  // namespace fut

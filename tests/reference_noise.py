@@ -1,0 +1,43 @@
+"""How far two right implementations of the same arithmetic may come apart over a whole model.
+
+Everything is rounded to BF16 between operations. Sums in another order, or the pieces of an attention, change some of
+these roundings by one unit; in the next layer that moves some codes of an INT4 cache to their neighbours, each by a
+fifteenth of a head's range. So a model's logits are held against what such changes do to the reference itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fut_runtime.reference.backend import ReferenceBackend
+from fut_runtime.reference.model import ReferenceModel
+from fut_runtime.rope import rope_tables
+
+#: One unit in the last place of BF16, relative to the number, at most.
+UNIT = 2**-8
+#: How many times the reference's own noise an implementation may be away from it.
+NOISE_MARGIN = 2.0
+
+
+def forward(model: ReferenceModel, ids: Sequence[int], jitter: float = 0.0) -> Tensor:
+    """Residual stream [tokens, hidden] of the decode path; `jitter` is a relative noise on what leaves each layer."""
+    generator = torch.Generator().manual_seed(7)
+    cache = model.new_cache(len(ids))
+    rope = rope_tables(model.spec, torch.arange(len(ids), device=model.device), model.planned_tokens)
+    h = model.embed[torch.tensor(ids, device=model.device)].to(model.numerics.dtype)
+    for layer in range(model.spec.num_layers):
+        h = model.forward_layer(cache, layer, h, rope, "decode")
+        noise = torch.rand(h.shape, generator=generator).to(h.device, h.dtype) * 2 - 1
+        h = model.numerics.round16(h * (1 + jitter * noise))
+    return h
+
+
+@torch.inference_mode()
+def logits_and_noise(backend: ReferenceBackend, ids: Sequence[int]) -> tuple[Tensor, float]:
+    """Logits after every token, FP64 [tokens, vocab], and their RMS difference with up to one unit of noise a layer."""
+    model = backend.model
+    exact, shaken = (model.logits(forward(model, ids, jitter)).double() for jitter in (0.0, UNIT))
+    return exact, (shaken - exact).square().mean().sqrt().item()
