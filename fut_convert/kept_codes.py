@@ -66,7 +66,10 @@ def plan_kept_codes(source: Source, recipe: Recipe) -> KeptModules:
         elif found is not None:
             obstacles.setdefault(found, []).append(name)
     title = source.tensors[min(source.quantized)].dtype
-    notes = [f"the checkpoint holds {len(source.quantized)} matrices in {title}, which are dequantized"]
+    notes = [
+        f"the checkpoint holds {len(source.quantized)} matrices in {title}; all but kept codes is made of their "
+        "dequantized values"
+    ]
     notes += [
         f"{_modules(names)} {'keeps' if len(names) == 1 else 'keep'} the checkpoint's codes and scales "
         f"({how.method}, groups of {how.group_size}, scales in {how.scale_dtype}, gain at run time)"

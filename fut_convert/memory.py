@@ -13,6 +13,7 @@ from fut_convert.calibration import windows_at_once
 from fut_convert.calibration_text import CalibrationWindows
 from fut_convert.quantize.module import block_weights
 from fut_convert.sources import Source
+from fut_convert.sources.names import HEAD
 from fut_convert.workers import worker_count
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.spec import MODULES
@@ -35,6 +36,10 @@ _SOLVER_BYTES = 20
 #: Bytes a weight takes while a matrix is read or dequantised to run it, and copies of logits while they are scored.
 _MATRIX_BYTES = 14
 _LOGIT_COPIES = 5
+#: Bytes a weight of the widest module takes while a quantized checkpoint's matrices are dequantized as a whole, and
+#: what the codes of all modules of a layer add where they are kept.
+_DEQUANTIZED_BYTES = 10
+_KEPT_BYTES = 6
 #: The library that draws the report's plots.
 _PLOT_BYTES = 60_000_000
 #: The solver's libraries, and the rows whose error it sums in FP64.
@@ -68,8 +73,11 @@ def estimate_host_bytes(
     element = 2 if source.dtype in ("BF16", "F16") else 4
     reported = _report_host_bytes(element, manifest, device, depth, evaluation)
     if source.quantized:
-        # A module dequantized, and its codes where they are kept.
-        fixed += 6 * max(weights.values())
+        # With calibration a layer is in memory anyway, and the codes that are kept beside it.
+        widest = max(weights.values())
+        fixed += (_DEQUANTIZED_BYTES if windows is None else _KEPT_BYTES) * widest
+        if HEAD in source.quantized:
+            fixed += _DEQUANTIZED_BYTES * max(0, model.vocab_size * model.hidden_size - widest)
     if windows is None:
         return fixed + reported
     # A stacked module exists in parts and as a whole while it is put together.

@@ -200,6 +200,7 @@ def write_quantized(
     *,
     change: Callable[[dict[str, Tensor]], None] | None = None,
     files: Mapping[str, Mapping[str, Any]] | None = None,
+    head: bool = False,
     **sizes: Any,
 ) -> dict[str, M]:
     """Write a checkpoint with every projection quantized.
@@ -210,6 +211,7 @@ def write_quantized(
         config: `quantization_config` for config.json, or None for none.
         change: may edit the tensors before they are written.
         files: further JSON files.
+        head: quantize `lm_head` too.
         sizes: of `CheckpointShape`.
 
     Returns:
@@ -218,7 +220,7 @@ def write_quantized(
     matrices: dict[str, M] = {}
 
     def quantize(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if is_projection(name)]:
+        for name in [name for name in tensors if is_projection(name) or (head and name == "lm_head.weight")]:
             shape = tuple(tensors.pop(name).shape)
             matrices[name] = make(name, (shape[0], shape[1]))
             parts = pack(matrices[name])

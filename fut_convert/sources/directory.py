@@ -25,7 +25,7 @@ from fut_convert.sources.file_kinds import (
 )
 from fut_convert.sources.grouped_codes import Packing
 from fut_convert.sources.names import HEAD
-from fut_convert.sources.quantized_formats import CONFIG_KEY, stored_format
+from fut_convert.sources.quantized_formats import plain_config, stored_format
 from fut_convert.sources.quantized_matrices import QuantizedMatrices
 from fut_convert.sources.safetensors_file import SafetensorsFile
 from fut_convert.sources.torch_file import TorchFile
@@ -55,7 +55,7 @@ class DirectorySource(Source):
             else None
         )
         quantized = stored_format(config, self._json_file, self._name)
-        spec = model_spec({k: v for k, v in config.items() if k != CONFIG_KEY}, generation, self._name)
+        spec = model_spec(plain_config(config), generation, self._name)
         self._files: dict[str, WeightFile] = {}
         self._problems: list[Problem] = []
         try:
@@ -65,7 +65,7 @@ class DirectorySource(Source):
             raise
         self._matrices: QuantizedMatrices | None = None
         if quantized is not None:
-            self._matrices = QuantizedMatrices(quantized, tensors, self._read)
+            self._matrices = QuantizedMatrices(quantized, tensors, self._read, self._name)
             tensors = self._matrices.tensors
             self.quantized = self._matrices.names
             self.readable_dtypes = self.readable_dtypes | {quantized.title}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -17,6 +17,7 @@ from fut_convert.errors import CheckpointError, HubError, UnsupportedModelError
 from fut_convert.sources.config import model_spec
 from fut_convert.sources.directory import DirectorySource, read_json_object
 from fut_convert.sources.file_kinds import SAFETENSORS_INDEX, TORCH_INDEX, WEIGHT_ENTRIES, is_side_file, weight_entries
+from fut_convert.sources.quantized_formats import plain_config, stored_format
 from fut_runtime.hub.cached_files import damaged_files, remove_files
 from fut_runtime.hub.download import literal_pattern
 from fut_runtime.hub.failures import Repository
@@ -53,9 +54,16 @@ def open_hub_model(
     config_path = fetch.file("config.json", requested)
     snapshot = config_path.parent
     commit = snapshot.name
-    model_spec(read_json_object(config_path, f"{model}: config.json"), None, model)
+    config = read_json_object(config_path, f"{model}: config.json")
+    model_spec(plain_config(config), None, model)
     if not constants.HF_HUB_OFFLINE:
-        fetch.snapshot(fetch.needed_files(commit), snapshot)
+        needed = fetch.needed_files(commit)
+
+        def read_file(name: str) -> dict[str, Any] | None:
+            return read_json_object(fetch.file(name, commit), f"{model}: {name}") if name in needed else None
+
+        stored_format(config, read_file, model)
+        fetch.snapshot(needed, snapshot)
     identity = {"kind": "hub", "id": model, "revision": requested, "commit": commit}
     return DirectorySource(snapshot, identity)
 

@@ -15,8 +15,8 @@ from fut_convert.sources.quantized import quantization_method, refusal
 from fut_convert.sources.stored_format import StoredFormat
 
 #: Key of config.json, and files that held its contents before it was agreed on.
-CONFIG_KEY = "quantization_config"
-CONFIG_FILES: tuple[str, ...] = ("quantize_config.json", "quant_config.json")
+_CONFIG_KEY = "quantization_config"
+_CONFIG_FILES: tuple[str, ...] = ("quantize_config.json", "quant_config.json")
 
 #: Name of the format, as `quantization_method` gives it -> its reader.
 _READERS: dict[str, Callable[[Fields], StoredFormat]] = {
@@ -27,6 +27,11 @@ _READERS: dict[str, Callable[[Fields], StoredFormat]] = {
     "FP8 (FBGEMM)": Fp8Format.from_config,
     "FP8 (fine-grained)": Fp8Format.from_config,
 }
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says about quantization: that of the model which was quantized."""
+    return {key: value for key, value in config.items() if key != _CONFIG_KEY}
 
 
 def stored_format(
@@ -43,8 +48,8 @@ def stored_format(
         UnsupportedModelError: a format that cannot be read, or settings of it that cannot.
         CheckpointError: a config with senseless values.
     """
-    section = Fields(config, f"{where}: config.json").section(CONFIG_KEY)
-    older = next(((name, data) for name in CONFIG_FILES if (data := read_file(name))), None)
+    section = Fields(config, f"{where}: config.json").section(_CONFIG_KEY)
+    older = next(((name, data) for name in _CONFIG_FILES if (data := read_file(name))), None)
     if section is None and older is None:
         return None
     if section is None and older is not None:

@@ -22,7 +22,8 @@ class QuantizedMatrices:
         broken: names of the matrices that `problems` are about.
     """
 
-    def __init__(self, stored: StoredFormat, tensors: Mapping[str, TensorInfo], read: ReadTensor) -> None:
+    def __init__(self, stored: StoredFormat, tensors: Mapping[str, TensorInfo], read: ReadTensor, where: str) -> None:
+        """Find them among the tensors of the files; `where` names the checkpoint in messages."""
         self.format = stored
         self.tensors = dict(tensors)
         self.problems: list[Problem] = []
@@ -34,6 +35,14 @@ class QuantizedMatrices:
             for info in matrix.parts.values():
                 del self.tensors[info.name]
             self._add(matrix)
+        if not self._matrices and not self.problems:
+            self.problems.append(
+                Problem(
+                    "warning",
+                    f"{where}: its config says that matrices are quantized ({stored.title}), but none of them is; they "
+                    "are read as they are",
+                )
+            )
 
     @property
     def names(self) -> frozenset[str]:

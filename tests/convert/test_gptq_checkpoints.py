@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fut_convert import convert
 from fut_convert.cli import main
+from fut_convert.conversion import Conversion
 from fut_convert.errors import UnsupportedModelError
 from fut_convert.quantize.auto_gptq import auto_gptq_problem
 from fut_convert.sources import open_source
@@ -29,6 +30,7 @@ from kept_artifacts import (
     check_requantized,
     converted,
     errors_of,
+    relative,
 )
 from quantized_checkpoints import (
     Parts,
@@ -152,12 +154,53 @@ def test_the_plan_shows_what_is_kept(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, args)
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.stdout.split())
-    assert "the checkpoint holds 14 matrices in GPTQ, which are dequantized" in text
+    assert "the checkpoint holds 14 matrices in GPTQ; all but kept codes is made of their dequantized" in text
     assert "8 modules (layers.0.qkv, layers.0.o, layers.0.gate_up, …) keep the checkpoint's codes and scales" in text
     assert "packed:gptq" in text
     plan = json.loads(CliRunner().invoke(main, [*args, "--requantize", "--json"]).stdout)
     assert plan["notes"][1].endswith("quantized anew: the recipe asks for it (int4.requantize)")
     assert {row["scale_method"] for row in plan["modules"] if row["format"] == "int4"} == {"search"}
+
+
+@pytest.mark.parametrize("head", ["bf16", "e4m3", "int4"])
+def test_a_quantized_head(head: str, tmp_path: Path) -> None:
+    matrices = write_quantized(
+        tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64, lm_head=True), head=True
+    )
+    check_loaded(tmp_path / "model", matrices)
+    artifact = converted(tmp_path / "model", tmp_path / "out", head=head, calibration__enabled=False)
+    weight = matrices["lm_head.weight"].weight()
+    spec, found = artifact.manifest.weights["head"][head], artifact.dequantized("head", head)
+    expected = weight * artifact.tensor("final_norm") if spec.gain == "folded" else weight
+    assert relative(found, expected) <= {"bf16": 2**-8, "e4m3": 0.035, "int4": 0}[head]
+    assert spec.method == {"bf16": None, "e4m3": "rtn", "int4": "packed:gptq"}[head]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_an_interrupted_conversion_goes_on_with_the_same_codes(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(name: str, shape: tuple[int, int]) -> Quantized:
+        return random_quantized(name, shape, 64, zeros="asymmetric" if "o_proj" in name else "symmetric")
+
+    write_quantized(tmp_path / "model", make, gptq_parts, gptq_config(64), shards=3)
+    overrides = {**QUICK, "int4.method": method}
+    whole = convert(str(tmp_path / "model"), tmp_path / "whole", overrides=overrides, report=False)
+    monkeypatch.setattr("fut_convert.resume._SAVING_SHARE", 1e9)
+    original = Conversion._layer
+
+    def stop(self: Conversion, index: int) -> None:
+        if index == 1:
+            raise KeyboardInterrupt
+        original(self, index)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Conversion, "_layer", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(tmp_path / "model"), tmp_path / "out", overrides=overrides, report=False)
+    resumed = convert(str(tmp_path / "model"), tmp_path / "out", overrides=overrides, report=False)
+    assert resumed.resumed_layers == 1
+    assert Artifact.open(resumed.path, verify=True).files == Artifact.open(whole.path).files
 
 
 def test_gptq_solves_only_what_is_not_kept(tmp_path: Path) -> None:
@@ -193,6 +236,17 @@ def test_parts_of_a_matrix_may_lie_in_two_shards(tmp_path: Path) -> None:
 def test_pickled_checkpoints_are_read_too(tmp_path: Path) -> None:
     matrices = write_quantized(tmp_path / "model", matrices_of(64), gptq_parts, gptq_config(64), pickled=True)
     check_loaded(tmp_path / "model", matrices)
+
+
+def test_a_config_of_a_quantized_model_beside_plain_weights(tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = tiny_checkpoint()
+    (checkpoint / "quantize_config.json").write_text(json.dumps(gptq_config(64)))
+    with open_source(str(checkpoint)) as source:
+        found = source.check()
+        assert not source.quantized
+    assert [(p.severity, "but none of them is; they are read as they are" in p.message) for p in found] == [
+        ("warning", True)
+    ]
 
 
 def test_the_file_may_have_the_name_that_auto_gptq_gives_it(tmp_path: Path) -> None:

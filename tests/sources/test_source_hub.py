@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from huggingface_hub import constants
 from fut_convert.errors import CheckpointError, ConvertError, HubError, UnsupportedModelError
 from fut_convert.sources.directory import DirectorySource
 from fut_convert.sources.hub import open_hub_model
+from quantized_checkpoints import gptq_config, gptq_parts, matrices_of, write_quantized
 from synthetic_checkpoint import CheckpointShape, make_tensors, write_checkpoint
 
 SHAPE = CheckpointShape(layers=1, shards=2)
@@ -84,6 +86,31 @@ def test_pickles_are_fetched_when_there_is_nothing_else(hub: HubModel, open_mode
     write_checkpoint(hub.directory, CheckpointShape(layers=1, pickled=True))
     with open_model() as source:
         assert {info.file for info in source.tensors.values()} == {"pytorch_model.bin"}
+
+
+def test_quantized_model_is_fetched_with_its_config(hub: HubModel, open_model: Open) -> None:
+    shutil.rmtree(hub.directory)
+    config = gptq_config(64)
+    matrices = write_quantized(
+        hub.directory, matrices_of(64), gptq_parts, None, files={"quantize_config.json": config}, layers=1
+    )
+    with open_model() as source:
+        assert [p.message for p in source.check()] == []
+        for name, matrix in matrices.items():
+            assert torch.equal(source.load(name), matrix.weight())
+
+
+@pytest.mark.parametrize("place", ["config.json", "quantize_config.json"])
+def test_a_quantized_format_that_cannot_be_read_is_refused_before_its_weights_are_fetched(
+    place: str, hub: HubModel, open_model: Open
+) -> None:
+    section = gptq_config(64, is_marlin_format=True)
+    if place == "config.json":
+        section = {**json.loads((hub.directory / place).read_text()), "quantization_config": section}
+    (hub.directory / place).write_text(json.dumps(section))
+    with pytest.raises(UnsupportedModelError, match=rf"{place}.*Marlin"):
+        open_model()
+    assert not any(name.endswith(".safetensors") for name in hub.fetched)
 
 
 def test_unsupported_model_is_refused_before_its_weights_are_fetched(hub: HubModel, open_model: Open) -> None:
