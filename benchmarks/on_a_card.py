@@ -69,7 +69,7 @@ def steps(out: Path, model: Path | None, text: Path | None, calibration: str) ->
             python, "benchmarks/accuracy_table.py", str(model), "--text", str(text), "--calibration-text", calibration,
             "--device", "cuda", "--label", model.name, "--out", str(out / "accuracy.jsonl"), "--rows",
         ]  # fmt: skip
-        found.append(Step("accuracy", f"accuracy_{model.name}", [*table, "gptq"], 180))
+        found.append(Step("accuracy", f"accuracy_{model.name}", [*table, "published,gptq,gptq-builtin"], 240))
         cache = [
             python, "benchmarks/kv_cache_table.py", str(model), "--text", str(text), "--device", "cuda",
             "--label", model.name, "--out", str(out / "kv_cache.jsonl"), "--window", "2048", "--window", "8192",
