@@ -69,15 +69,15 @@ def model_card(
     if bench is not None and not measured:
         notes.append(f"{bench}: holds no lines of fut-run bench decode, so the card has no table of them")
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=1000)
-    sections = [
+    sections = (
         _head(artifact, repo, metadata),
         _use(repo or artifact.path.name),
         _quality(artifact, report),
         _speed(measured),
         _making(artifact),
         _licence(metadata),
-    ]
-    body = "\n".join(line for section in sections for line in (*section, ""))
+    )
+    body = "\n".join(line for section in map(list, sections) if section for line in (*section, ""))
     return Card(f"---\n{front}---\n\n{body}", tuple(notes))
 
 

@@ -110,9 +110,10 @@ def root_cause(error: BaseException) -> BaseException:
 
 def status_of(error: BaseException) -> int | None:
     """HTTP status of a failed request; None where there was no answer."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    return status if isinstance(status, int) and isinstance(error, HfHubHTTPError) else None
+    if not (isinstance(error, HfHubHTTPError) or _is_transport(error)):
+        return None
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def is_network_error(error: BaseException) -> bool:
@@ -124,7 +125,9 @@ def was_cut_off(error: BaseException) -> bool:
     """Whether a connection that stood was lost, so that trying again may help."""
     if isinstance(error, OSError) and (_INCOMPLETE in str(error) or isinstance(error, ConnectionResetError)):
         return True
-    return _is_transport(error) and type(error).__name__ not in _UNREACHABLE
+    # requests has one name for both.
+    aborted = "Connection aborted" in str(error)
+    return _is_transport(error) and (aborted or type(error).__name__ not in _UNREACHABLE)
 
 
 def server_words(error: BaseException) -> str:

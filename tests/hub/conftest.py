@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+import huggingface_hub.file_download
 import pytest
 from huggingface_hub import constants
 
 from local_hub import LocalHub, serve
+
+_TEMPLATE = "/{repo_id}/resolve/{revision}/{filename}"
 
 
 @pytest.fixture
@@ -21,12 +24,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        for module in (constants, huggingface_hub.file_download):  # older versions import the template by name
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", address + _TEMPLATE, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
         yield state

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub.file_download
 import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import constants
@@ -187,7 +188,9 @@ def test_failures_read_well(
 
 
 def test_no_network(hub: LocalHub, monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
+    for module in (constants, huggingface_hub.file_download):
+        address = "http://127.0.0.1:9/{repo_id}/{revision}/{filename}"
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", address, raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubError, match=r"http://127\.0\.0\.1:9 cannot be reached; check the spelling, the network"):
         resolve_artifact("me/model")
