@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conftest import REPOSITORY
 from fut_convert import convert, plan_conversion
 from fut_convert.errors import PreflightError
 from fut_convert.plan import LOG_FILE, Plan
 from fut_convert.recipe import Recipe
 from fut_runtime.artifact.reader import Artifact
+from repository import REPOSITORY
 from synthetic_checkpoint import tokenizer_json
 
 Make = Callable[..., Path]

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conftest import REPOSITORY
 from fut_convert import convert
 from fut_convert.calibration import uncalibrated_scales
 from fut_convert.checkpoint_model import model_from_checkpoint
@@ -25,6 +24,7 @@ from fut_runtime.reference import backend as reference
 from fut_runtime.reference.activation_scale import ActivationScales
 from fut_runtime.reference.backend import ReferenceBackend
 from fut_runtime.tokenizer import Tokenizer
+from repository import REPOSITORY
 
 pytestmark = pytest.mark.slow
 SHORT = {"calibration.windows": 1, "calibration.window_tokens": 512, "calibration.allow_few_tokens": True}
