@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from fut_convert.checkpoint_model import model_from_checkpoint  # noqa: E402
 from fut_convert.sources import open_source  # noqa: E402
 from fut_runtime.artifact.manifest import KVCacheSpec  # noqa: E402
 from fut_runtime.artifact.reader import Artifact  # noqa: E402
+from fut_runtime.bench.machine import source_commit  # noqa: E402
 from fut_runtime.evaluate.perplexity import evaluate_perplexity  # noqa: E402
 from fut_runtime.evaluate.runner import ReferenceRunner, WindowRunner  # noqa: E402
 from fut_runtime.evaluate.windows import cut_windows  # noqa: E402
@@ -122,7 +122,12 @@ def main(
     data = tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes()
     windows = cut_windows(Tokenizer.from_str(data.decode()).encode(text.read_text("utf-8")).ids, 2048, max_windows)
     baseline = Remembered(ReferenceRunner(checkpoint, "prefill"))
-    facts = {"text": text.name, "device": _device_name(device), "commit": _commit(), "date": str(datetime.date.today())}
+    facts = {
+        "text": text.name,
+        "device": _device_name(device),
+        "commit": source_commit() or "unknown",
+        "date": str(datetime.date.today()),
+    }
     table = Table(label, windows, baseline, facts, out)
     base = {"int4.group_size": group_size}
     calibrated = base | {"calibration.text": calibration_text, "activation.margin": 1.25}
@@ -224,13 +229,6 @@ def _no_gradients() -> Iterator[None]:
 
 def _device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

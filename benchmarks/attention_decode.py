@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import statistics
-import subprocess
-from collections.abc import Callable
 
 import torch
 
+from fut_runtime.bench.machine import source_commit
+from fut_runtime.bench.timing import replay_us
 from fut_runtime.cuda.library import LIBRARY_FILE
 from fut_runtime.cuda.structs import PLAIN_FUNCTIONS, STATUS_FUNCTIONS, AttentionShape, KVCache, Rows
 
@@ -27,33 +26,13 @@ COLD_BYTES = 300e6
 CASES = [(b, c) for c in (1024, 4096, 32768) for b in (1, 8, 32)] + [(1, 131072)]
 
 
-def replay_us(launch_all: Callable[[], None], launches: int, replays: int = 7) -> float:
-    """Median time of one of `launches` launches, captured into a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch_all()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch_all()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times)
-
-
 def read_bandwidth() -> float:
     """Bytes a second of the faster of a reduction and a copy over 4 GB."""
     x = torch.randint(0, 100, (2**30,), dtype=torch.int32, device="cuda")
     y = torch.empty_like(x)
     size = x.numel() * 4
-    reduce_us = replay_us(lambda: [x.amax() for _ in range(3)] and None, 3)
-    copy_us = replay_us(lambda: [y.copy_(x) for _ in range(3)] and None, 3)
+    reduce_us = replay_us(lambda: [x.amax() for _ in range(3)], repeats=7) / 3
+    copy_us = replay_us(lambda: [y.copy_(x) for _ in range(3)], repeats=7) / 3
     return max(size / reduce_us, 2 * size / copy_us) * 1e6
 
 
@@ -98,7 +77,7 @@ def ours_us(batch: int, context: int, heads: int, kv_heads: int, dim: int, bits:
             if status:
                 raise RuntimeError(library.fut_last_error().decode())
 
-    return replay_us(launch_all, layers), read
+    return replay_us(launch_all, repeats=7) / layers, read
 
 
 def pytorch_us(batch: int, context: int, heads: int, kv_heads: int, dim: int) -> float | None:
@@ -114,7 +93,7 @@ def pytorch_us(batch: int, context: int, heads: int, kv_heads: int, dim: int) ->
         for k, v in kv:
             torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    return replay_us(launch_all, layers)
+    return replay_us(launch_all, repeats=7) / layers
 
 
 def main() -> None:
@@ -128,7 +107,6 @@ def main() -> None:
     options = parser.parse_args()
     shape = options.heads, options.kv_heads, options.head_dim
     bandwidth = read_bandwidth()
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e12:.2f} TB/s, heads {shape}, {options.bits}-bit cache")
     print("batch context |    ours us  floor us  fraction | PyTorch us  ratio")
     for batch, context in CASES:
@@ -139,7 +117,7 @@ def main() -> None:
         peer_us = None if options.no_peers else pytorch_us(batch, context, *shape)
         line = {
             "benchmark": "attention_decode",
-            "commit": asked.stdout.strip(),
+            "commit": source_commit() or "unknown",
             "device": torch.cuda.get_device_name(),
             "heads": shape,
             "bits": options.bits,

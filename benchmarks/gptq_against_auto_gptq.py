@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from fut_convert.sequential import SequentialCalibration  # noqa: E402
 from fut_convert.sources import Source, open_source  # noqa: E402
 from fut_convert.sources.names import EMBEDDING, MODULE_PROJECTIONS  # noqa: E402
 from fut_runtime.artifact.spec import MODULES  # noqa: E402
+from fut_runtime.bench.machine import source_commit  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gptq-against-auto-gptq.jsonl"
 
@@ -102,7 +102,7 @@ def main(
     torch.backends.cuda.matmul.allow_tf32 = False
     facts = {
         "model": label, "group_size": group_size, "damping": 0.01, "calibration": Path(calibration_text).name,
-        "windows": windows, "window_tokens": window_tokens, "device": device, "commit": _commit(),
+        "windows": windows, "window_tokens": window_tokens, "device": device, "commit": source_commit() or "unknown",
         "date": str(datetime.date.today()),
     }  # fmt: skip
     lines: list[dict[str, Any]] = []
@@ -146,13 +146,6 @@ def _summary(lines: list[dict[str, Any]]) -> None:
         ratios = torch.tensor([line[key] for line in lines], dtype=torch.float64)
         print(f"{key}: mean {ratios.mean():.5f}, least {ratios.min():.5f}, greatest {ratios.max():.6f}")
     print(f"ours is worse in {len(worse)}: {[(line['linear'], round(line['ratio'], 6)) for line in worse][:20]}")
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,8 +23,11 @@ from torch import Tensor
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from accuracy_table import Remembered  # noqa: E402
+
 from fut_convert.checkpoint_model import model_from_checkpoint  # noqa: E402
 from fut_convert.sources import open_source  # noqa: E402
+from fut_runtime.bench.machine import source_commit  # noqa: E402
 from fut_runtime.evaluate.perplexity import evaluate_perplexity  # noqa: E402
 from fut_runtime.evaluate.runner import ReferenceRunner  # noqa: E402
 from fut_runtime.evaluate.windows import cut_windows  # noqa: E402
@@ -70,25 +72,6 @@ class CacheChoice:
         codes = ((grouped - zero) / scale).round().clamp(0, 15)
         kept = (codes * scale + zero).flatten(-2)
         return kept if signs is None else rotate(kept, signs)
-
-
-class Remembered:
-    """A runner that keeps what it computed: every row is held against the same baseline."""
-
-    def __init__(self, runner: ReferenceRunner) -> None:
-        self._runner = runner
-        self._hidden: dict[bytes, Tensor] = {}
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Residual stream [tokens, hidden] after the last layer."""
-        key = tokens.cpu().numpy().tobytes()
-        if key not in self._hidden:
-            self._hidden[key] = self._runner.hidden(tokens)
-        return self._hidden[key]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [tokens, vocab]."""
-        return self._runner.logits(hidden)
 
 
 def _bf16(x: Tensor) -> Tensor:
@@ -163,12 +146,9 @@ def main(
         tokenizer = next(c for n, c in source.side_files() if n == "tokenizer.json")
     data = tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes()
     ids = Tokenizer.from_str(data.decode()).encode(text.read_text("utf-8")).ids
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
     facts = {
         "text": text.name, "device": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
-        "commit": commit.stdout.strip() or "unknown", "date": str(datetime.date.today()),
+        "commit": source_commit() or "unknown", "date": str(datetime.date.today()),
     }  # fmt: skip
     parts = {f.name: getattr(checkpoint, f.name) for f in fields(checkpoint)}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from fut_convert.sources import Source
 from fut_convert.sources.names import HEAD
 from fut_convert.workers import worker_count
 from fut_runtime.artifact.manifest import Manifest
-from fut_runtime.artifact.spec import MODULES
+from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.evaluate.perplexity import LOGIT_ROWS
 from fut_runtime.evaluate.streamed import windows_at_once as windows_at_once_streamed
 
@@ -63,7 +63,7 @@ def estimate_host_bytes(
         depth, evaluation: what the report measures on afterwards, when all that is given back.
     """
     model = manifest.model
-    weights = {m: model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES}
+    weights = _module_weights(model)
     block = min(block_weights(device), max(weights.values()))
     on_cpu = device.type == "cpu"
     workers = worker_count(device)
@@ -116,7 +116,7 @@ def report_bytes(
     if depth is None and evaluation is None:
         return 0
     model = manifest.model
-    matrix = max(model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES)
+    matrix = max(_module_weights(model).values())
     widest, states = 0, 0
     if depth is not None:
         widest = 2 * depth.tokens
@@ -141,11 +141,16 @@ def _report_host_bytes(
         return 0
     model = manifest.model
     embedding = element * model.vocab_size * model.hidden_size
-    matrix = max(model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES)
+    matrix = max(_module_weights(model).values())
     if device.type != "cpu":
         return _PLOT_BYTES + 2 * max(element * matrix, embedding)
     running = report_bytes(manifest, device, depth=depth, evaluation=evaluation)
     return _PLOT_BYTES + max(running, _MATRIX_BYTES * matrix + embedding)
+
+
+def _module_weights(model: ModelSpec) -> dict[str, int]:
+    """Weights of each module of a layer."""
+    return {m: model.module_shape(m)[0] * model.module_shape(m)[1] for m in MODULES}
 
 
 def _solver_bytes(manifest: Manifest) -> int:

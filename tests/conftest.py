@@ -12,6 +12,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 
+from csrc.nvcc import Nvcc, find_nvcc
 from odd_checkpoints import write_odd_checkpoint
 from repository import REPOSITORY
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
@@ -42,6 +43,15 @@ def smollm2_gguf() -> Path:
 def smollm2_dir(smollm2_gguf: Path, run_dir: Path) -> Path:
     """The same model as an ordinary BF16 checkpoint directory, made by our own GGUF reader."""
     return _made_once(run_dir / "smollm2", lambda path: _write_smollm2(smollm2_gguf, path))
+
+
+@pytest.fixture
+def nvcc() -> Nvcc:
+    """The compiler that the library would be built with."""
+    found = find_nvcc()
+    if found is None:
+        pytest.skip("no nvcc: neither CUDA_HOME, nor on the path, nor the package nvidia-cuda-nvcc")
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from fut_convert.sources import open_source
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.reference import backend as reference
-from quantized_checkpoints import Fp8Matrix, Quantized, write_quantized
+from quantized_checkpoints import Fp8Matrix, Parts, Quantized, matrices_of, write_dequantized, write_quantized
 
 #: Short calibration, so that a conversion takes a fraction of a second.
 QUICK = {"calibration.windows": 2, "calibration.window_tokens": 64, "calibration.allow_few_tokens": True}
@@ -94,6 +94,24 @@ def errors_of(checkpoint: Path) -> list[str]:
     """What `Source.check` refuses."""
     with open_source(str(checkpoint)) as source:
         return [p.message for p in source.check() if p.severity == "error"]
+
+
+def check_kept(
+    tmp_path: Path,
+    group: int,
+    dtype: torch.dtype,
+    pack: Callable[..., Parts],
+    config: dict[str, Any],
+    method: str,
+) -> None:
+    """A checkpoint whose codes lie around 8 keeps them and its scales, and decodes like its dequantized weights."""
+    sizes: dict[str, Any] = {"hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 384}
+    make = matrices_of(group, scale_dtype=dtype)
+    matrices = write_quantized(tmp_path / "model", make, pack, config, **sizes)
+    check_loaded(tmp_path / "model", matrices)
+    artifact = converted(tmp_path / "model", tmp_path / "out")
+    check_codes_and_scales(artifact, matrices, method)
+    check_logits(artifact, write_dequantized(tmp_path / "plain", matrices, **sizes))
 
 
 def check_requantized(tmp_path: Path, reason: str, make: Callable[..., Quantized], **settings: Any) -> None:

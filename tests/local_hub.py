@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from http_serving import serving
 
 #: What the Hub stores as large files, by name.
 _LARGE = (".safetensors", ".bin", ".png")
@@ -118,16 +120,8 @@ def serve(hub: LocalHub) -> Iterator[str]:
         pass
 
     Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as address:
+        yield address
 
 
 class _Handler(BaseHTTPRequestHandler):

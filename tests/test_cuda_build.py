@@ -62,14 +62,6 @@ ptxas info    : Used 32 registers, used 1 barriers
 
 
 @pytest.fixture
-def nvcc() -> Nvcc:
-    found = find_nvcc()
-    if found is None:
-        pytest.skip("no nvcc: neither CUDA_HOME, nor on the path, nor the package nvidia-cuda-nvcc")
-    return found
-
-
-@pytest.fixture
 def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "csrc"
     write(folder / "fut.h", HEADER)

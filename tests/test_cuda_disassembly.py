@@ -8,7 +8,7 @@ import pytest
 
 from csrc.build import LIBRARY, build_library
 from csrc.disassembly import Kernel, ToolsMissingError, parse, problems, read_kernels
-from csrc.nvcc import Nvcc, find_nvcc
+from csrc.nvcc import Nvcc
 from fut_runtime.cuda.library import Library
 from repository import REPOSITORY
 
@@ -64,14 +64,6 @@ def test_a_kernel_must_hold_what_its_name_promises() -> None:
         "fut::project_int4<1>: holds no HMMA",
         "fut::project_int4<1>: holds no UBLKCP",
     ]
-
-
-@pytest.fixture
-def nvcc() -> Nvcc:
-    found = find_nvcc()
-    if found is None:
-        pytest.skip("no nvcc: neither CUDA_HOME, nor on the path, nor the package nvidia-cuda-nvcc")
-    return found
 
 
 def kernels_of(library: Path) -> dict[str, Kernel]:

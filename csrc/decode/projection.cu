@@ -186,7 +186,6 @@ cudaError_t launch_projection(const fut_matrix& m, const ProjectionInput& input,
   p.stored_cols = m.stored_cols;
   p.unit_cols = m.format == FUT_INT4 && m.group_size > kTileCols ? m.group_size : kTileCols;
   p.units = (m.stored_cols + p.unit_cols - 1) / p.unit_cols;
-  p.unit_shift = p.unit_cols == 128 ? 7 : 6;
   p.scale_is_fp16 = m.scale_is_fp16;
   // As many tokens at once as fit. The results do not depend on it.
   const int64_t y_bytes = static_cast<int64_t>(m.rows) * (output.epilogue == FUT_STORE      ? 4

@@ -51,7 +51,6 @@ struct ProjectionParams {
   int32_t rows, cols;          // true sizes
   int32_t tiles, stored_cols;  // row tiles of 16
   int32_t units, unit_cols;    // K in units, the least that a slice takes
-  int32_t unit_shift;          // unit_cols = 1 << unit_shift
   int32_t scale_is_fp16;
   int32_t tokens, square_parts;
   int32_t epilogue, row_order;

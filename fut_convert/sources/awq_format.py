@@ -12,7 +12,7 @@ from torch import Tensor
 from fut_convert.errors import UnsupportedModelError
 from fut_convert.sources.fields import Fields
 from fut_convert.sources.grouped_codes import SYMMETRIC_ZERO, Grouping, unpack_nibbles
-from fut_convert.sources.stored_format import GroupedFormat, ReadTensor, StoredMatrix
+from fut_convert.sources.stored_format import GroupedFormat, ReadTensor, StoredMatrix, require_four_bits
 
 #: Element j of eight outputs is in this nibble of its word.
 _NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -43,11 +43,7 @@ class AwqFormat(GroupedFormat):
                 f"{fields.where}: the codes are in the order of AWQ's kernel {version!r}, and only that of gemm can be "
                 "converted; give a checkpoint in that version, or the original one"
             )
-        if (bits := fields.required_int("bits" if "bits" in fields else "w_bit")) != 4:
-            raise UnsupportedModelError(
-                f"{fields.where}: the weights have {bits} bits; of AWQ's sizes only 4 bits can be converted; give a "
-                "checkpoint in 4 bits, or the original one"
-            )
+        require_four_bits(fields, "bits" if "bits" in fields else "w_bit", "AWQ")
         key = "group_size" if "group_size" in fields else "q_group_size"
         return cls(None if fields.data.get(key) == -1 else fields.required_int(key))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fut_convert.errors import UnsupportedModelError
 from fut_convert.sources.fields import Fields
 from fut_convert.sources.grouped_codes import SYMMETRIC_ZERO, Grouping, unpack_nibbles
-from fut_convert.sources.stored_format import GroupedFormat, ReadTensor, StoredMatrix
+from fut_convert.sources.stored_format import GroupedFormat, ReadTensor, StoredMatrix, require_four_bits
 
 #: Values of `checkpoint_format`, and whether they store zero points as they are.
 _VERSIONS: dict[str, bool] = {"gptq": False, "gptq_v2": True}
@@ -57,11 +57,7 @@ class GptqFormat(GroupedFormat):
             raise UnsupportedModelError(
                 f"{fields.where}: checkpoint_format is {version!r}, readable are {', '.join(_VERSIONS)}; {_ORIGINAL}"
             )
-        if (bits := fields.required_int("bits")) != 4:
-            raise UnsupportedModelError(
-                f"{fields.where}: the weights have {bits} bits; of GPTQ's sizes only 4 bits can be converted; give a "
-                "checkpoint in 4 bits, or the original one"
-            )
+        require_four_bits(fields, "bits", "GPTQ")
         size = None if fields.data.get("group_size") == -1 else fields.required_int("group_size")
         return cls(size, per_module=bool(fields.data.get("dynamic")), plain_zeros=_VERSIONS[version])
 

@@ -9,12 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fut_convert.errors import CheckpointError
+from fut_convert.errors import CheckpointError, UnsupportedModelError
 from fut_convert.sources.base import TensorInfo
+from fut_convert.sources.fields import Fields
 from fut_convert.sources.grouped_codes import Grouping, Packing, dequantize, packing, regrouped
 
 #: Reads a whole tensor of the checkpoint as it is stored.
 ReadTensor = Callable[[TensorInfo], Tensor]
+
+
+def require_four_bits(fields: Fields, key: str, family: str) -> None:
+    """Raise UnsupportedModelError unless a quantization config has 4 bits under `key`; `family` names it."""
+    bits = fields.required_int(key)
+    if bits != 4:
+        raise UnsupportedModelError(
+            f"{fields.where}: the weights have {bits} bits; of {family}'s sizes only 4 bits can be converted; give a "
+            "checkpoint in 4 bits, or the original one"
+        )
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,25 @@ def interval_ms(work: Callable[[], object], *, repeats: int, warm_up: int) -> fl
     return statistics.median([float(a.elapsed_time(b)) for a, b in itertools.pairwise(events[1:])])
 
 
+def replay_us(work: Callable[[], object], *, repeats: int) -> float:
+    """Median microseconds of work captured into a graph, each replay waited for."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(float(begin.elapsed_time(end)) * 1e3)
+    return statistics.median(times)
+
+
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second that one kernel reads from the card's memory: the median of 15 passes over 4 GiB."""
     data = allocate(_READ_BYTES, device, "the measure of the read bandwidth")

@@ -14,26 +14,20 @@ from fut_convert.errors import UnsupportedModelError
 from fut_convert.sources import open_source
 from kept_artifacts import (
     check_codes_and_scales,
+    check_kept,
     check_loaded,
-    check_logits,
     check_requantized,
     converted,
     errors_of,
 )
-from quantized_checkpoints import awq_config, awq_parts, matrices_of, write_dequantized, write_quantized
+from quantized_checkpoints import awq_config, awq_parts, matrices_of, write_quantized
 
 LAYER = "model.layers.0"
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (32, torch.float16)])
 def test_codes_around_8_are_kept_bit_for_bit(group: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 384}
-    make = matrices_of(group, scale_dtype=dtype)
-    matrices = write_quantized(tmp_path / "model", make, awq_parts, awq_config(group), **sizes)
-    check_loaded(tmp_path / "model", matrices)
-    artifact = converted(tmp_path / "model", tmp_path / "out")
-    check_codes_and_scales(artifact, matrices, "packed:awq")
-    check_logits(artifact, write_dequantized(tmp_path / "plain", matrices, **sizes))
+    check_kept(tmp_path, group, dtype, awq_parts, awq_config(group), "packed:awq")
 
 
 @pytest.mark.parametrize("zeros", ["asymmetric", "with_zero"])

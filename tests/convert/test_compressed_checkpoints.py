@@ -15,8 +15,8 @@ from fut_convert.errors import UnsupportedModelError
 from fut_convert.sources import open_source
 from kept_artifacts import (
     check_codes_and_scales,
+    check_kept,
     check_loaded,
-    check_logits,
     check_requantized,
     converted,
     errors_of,
@@ -28,7 +28,6 @@ from quantized_checkpoints import (
     compressed_parts,
     matrices_of,
     random_quantized,
-    write_dequantized,
     write_quantized,
 )
 
@@ -37,13 +36,7 @@ LAYER = "model.layers.0"
 
 @pytest.mark.parametrize(("group", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (32, torch.bfloat16)])
 def test_symmetric_codes_are_kept_bit_for_bit(group: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 384}
-    make = matrices_of(group, scale_dtype=dtype)
-    matrices = write_quantized(tmp_path / "model", make, compressed_parts, compressed_config(group), **sizes)
-    check_loaded(tmp_path / "model", matrices)
-    artifact = converted(tmp_path / "model", tmp_path / "out")
-    check_codes_and_scales(artifact, matrices, "packed:compressed-tensors")
-    check_logits(artifact, write_dequantized(tmp_path / "plain", matrices, **sizes))
+    check_kept(tmp_path, group, dtype, compressed_parts, compressed_config(group), "packed:compressed-tensors")
 
 
 def test_one_scale_a_row_is_kept(tmp_path: Path) -> None:

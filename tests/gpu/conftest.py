@@ -24,3 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    """Skips, with the reason, where the CUDA library is not built or does not load."""
+    from fut_runtime.cuda.library import library
+    from fut_runtime.errors import UnsupportedError
+
+    try:
+        library()
+    except UnsupportedError as error:
+        pytest.skip(str(error))

@@ -17,25 +17,19 @@ from fut_runtime.artifact.reader import Artifact
 from fut_runtime.cuda import load as cuda
 from fut_runtime.cuda.backend import CudaBackend
 from fut_runtime.cuda.decoder import Row
-from fut_runtime.cuda.library import CudaCallError, library
+from fut_runtime.cuda.library import CudaCallError
 from fut_runtime.cuda.structs import Status
 from fut_runtime.engine import Engine
-from fut_runtime.errors import DeviceMemoryError, UnsupportedError
+from fut_runtime.errors import DeviceMemoryError
 from fut_runtime.reference import backend as reference
 from fut_runtime.sampling import SamplingParams
 from odd_checkpoints import ODD_CHECKPOINTS
 from reference_noise import NOISE_MARGIN, logits_and_noise
 
+pytestmark = pytest.mark.usefixtures("built")
+
 FORMATS = ["e4m3", "int4", "bf16"]
 MODES = [("int4", "int4"), ("fp8", "int4"), ("bf16", "bf16"), ("int4", "bf16")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def built() -> None:
-    try:
-        library()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

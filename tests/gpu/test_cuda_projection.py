@@ -5,23 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fut_runtime.cuda.library import library
 from fut_runtime.cuda.operations import project
 from fut_runtime.cuda.structs import Epilogue
-from fut_runtime.errors import UnsupportedError
 from projection_matrices import BF16_TOLERANCE, FORMATS, STORE_TOLERANCE, activations, matrix, normalized, relative
+
+pytestmark = pytest.mark.usefixtures("built")
 
 DEVICE = "cuda"
 #: Rows and columns: whole slices, fewer units of K than slices, padded rows, columns that fill no unit, large K.
 SIZES = [(960, 576), (48, 64), (100, 960), (640, 1568), (1024, 14336), (256, 28672)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def built() -> None:
-    try:
-        library()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(("rows", "cols"), SIZES)

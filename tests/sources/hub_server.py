@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from http_serving import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -50,15 +51,8 @@ def serve(model: HubModel) -> Iterator[str]:
     class Handler(_Handler):
         hub = model
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as address:
+        yield address
 
 
 class _Handler(BaseHTTPRequestHandler):
