@@ -15,6 +15,7 @@ from fut_convert.calibration_documents import open_calibration_text
 from fut_convert.errors import ConvertError
 from fut_convert.recipe import CalibrationRecipe
 from fut_convert.sources import Source
+from fut_convert.sources.read_errors import read_errors
 from fut_runtime.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -106,7 +107,8 @@ def checkpoint_tokenizer(source: Source) -> Tokenizer:
             f"the checkpoint has no {TOKENIZER_FILE}, so a text cannot be tokenized; "
             "add it, or convert with --no-calibration and without --evaluate"
         )
-    contents = {n: c if isinstance(c, bytes) else c.read_bytes() for n, c in files.items()}
+    with read_errors(TOKENIZER_FILE):
+        contents = {n: c if isinstance(c, bytes) else c.read_bytes() for n, c in files.items()}
     try:
         raw = RawTokenizer.from_str(contents[TOKENIZER_FILE].decode("utf-8"))
     except Exception as error:  # the library raises bare Exception for a file it cannot parse

@@ -18,6 +18,13 @@ class CheckpointError(ConvertError):
     """A checkpoint is incomplete, damaged, unsafe to read, or contradicts its own config."""
 
 
+class ReadError(CheckpointError):
+    """A file of the checkpoint cannot be read, or not any more: its disk, drive or network is at fault.
+
+    What it holds is not, so a later run may succeed, and goes on with what this one has done.
+    """
+
+
 class HubError(ConvertError, fut_runtime.errors.HubError):
     """A model could not be fetched from the Hub: unknown, gated, offline or out of reach."""
 

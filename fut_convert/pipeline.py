@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fut_convert.conversion import Conversion, Progress
-from fut_convert.errors import ConvertError
+from fut_convert.errors import ConvertError, HubError, ReadError
 from fut_convert.memory import peak_host_bytes
 from fut_convert.memory_budget import MemoryBudget
 from fut_convert.plan import LOG_FILE, Plan, make_plan
@@ -29,6 +29,7 @@ from fut_convert.steps import StepClock
 from fut_convert.workers import Workers, worker_count
 from fut_runtime.artifact.paths import REPORT_FILE
 from fut_runtime.artifact.reader import Artifact
+from fut_runtime.artifact.staging import check_unlocked
 from fut_runtime.artifact.writer import ArtifactWriter
 
 DEFAULT_RECIPE = "rtn"
@@ -54,6 +55,7 @@ def plan_conversion(
     resolved = load_recipe(recipe, overrides)
     budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows)
+    check_unlocked(Path(out))
     with open_source(model, revision=revision, token=token) as source:
         return make_plan(source, resolved, Path(out), _device(device), budget, overwrite=overwrite, report=options)
 
@@ -109,6 +111,8 @@ def convert(
     budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows)
     progress = progress or (lambda *_: None)
+    # A model on the Hub is not fetched only to find this out.
+    check_unlocked(Path(out))
     with StepClock(device) as clock, open_source(model, revision=revision, token=token) as source:
         with clock("plan"):
             plan = make_plan(source, resolved, Path(out), device, budget, overwrite=overwrite, report=options)
@@ -127,9 +131,10 @@ def convert(
                 try:
                     with conversion:
                         conversion.run()
-                except ConvertError:
-                    # Of the checkpoint, the recipe or the text: the next run would end here too, or be another one.
-                    writer.forget()
+                except ConvertError as error:
+                    if not isinstance(error, (ReadError, HubError)):
+                        # Of the checkpoint, the recipe or the text: the next run would end here too, or be another one.
+                        writer.forget()
                     raise
             with clock("seal"):
                 for name, content in plan.side_files:

@@ -21,6 +21,7 @@ from fut_convert.recipe import AUTO, Recipe, uses_gptq
 from fut_convert.report.options import ReportOptions, depth_windows
 from fut_convert.report.wording import PLOTS
 from fut_convert.sources import SideFile, Source
+from fut_convert.sources.read_errors import read_errors
 from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import (
@@ -31,7 +32,7 @@ from fut_runtime.artifact.paths import (
     check_foreign_name,
     side_file_name,
 )
-from fut_runtime.artifact.staging import check_outside, check_target
+from fut_runtime.artifact.staging import check_outside, check_target, staged_bytes
 from fut_runtime.errors import ArtifactError
 
 #: Report of the conversion, beside the sealed files.
@@ -51,7 +52,7 @@ class Plan:
         manifest: the artifact's manifest, complete.
         rows: storage of each kind of module.
         output_bytes: data of all tensors and side files.
-        free_bytes: free disk space where the artifact goes.
+        free_bytes: free disk space where the artifact goes, with what an interrupted conversion has taken of it.
         memory: what will be used of the host's and the device's, and where calibration keeps its activations.
         scratch_bytes: disk space needed beside the artifact until it is sealed.
         warnings, errors: complete messages; any error forbids the conversion.
@@ -175,10 +176,9 @@ def make_plan(
             f"calibration has {windows.tokens} tokens; with fewer than {RECOMMENDED_CALIBRATION_TOKENS} its statistics "
             "are noisy (raise --calibration-windows, or give a longer --calibration-text)"
         )
-    side_bytes = sum(len(c) if isinstance(c, bytes) else c.stat().st_size for _, c in side_files)
-    output_bytes = sum(t.nbytes for t in all_tensors(manifest)) + side_bytes
+    output_bytes = sum(t.nbytes for t in all_tensors(manifest)) + sum(_side_bytes(*file) for file in side_files)
     place = _existing_parent(out)
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(place).free + staged_bytes(out)
     depth = depth_windows(windows, evaluation) if report.enabled else None
     memory = plan_memory(
         source, manifest, windows, device, budget or MemoryBudget(), depth=depth, evaluation=evaluation
@@ -228,6 +228,11 @@ def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:
         else:
             kept.append((side_file_name(name), content))
     return sorted(kept, key=lambda item: item[0]), left
+
+
+def _side_bytes(name: str, content: Path | bytes) -> int:
+    with read_errors(name):
+        return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def _size(count: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fut_convert.sources import Source
+from fut_convert.sources.read_errors import read_errors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.progress import read_progress
 from fut_runtime.artifact.staging import staging_path
@@ -73,7 +74,8 @@ def _files(source: Source) -> dict[str, list[int]]:
     paths = {name: location / name if location.is_dir() else location for name in source.weight_files}
     paths |= {name: content for name, content in source.side_files() if isinstance(content, Path)}
     pinned = "commit" in source.identity
-    found = {name: path.stat() for name, path in sorted(paths.items())}
+    with read_errors(location.name):
+        found = {name: path.stat() for name, path in sorted(paths.items())}
     return {name: [s.st_size] if pinned else [s.st_size, s.st_mtime_ns] for name, s in found.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fut_convert.errors import CheckpointError, UnsupportedModelError
+from fut_convert.errors import CheckpointError, ReadError, UnsupportedModelError
 from fut_convert.sources.base import Problem, SideFile, Source, TensorInfo
 from fut_convert.sources.config import model_spec
 from fut_convert.sources.file_kinds import (
@@ -232,7 +232,7 @@ def read_json_object(path: Path, where: str) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+        raise ReadError(f"{where}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(data, dict):

@@ -21,8 +21,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from fut_convert.errors import CheckpointError
+from fut_convert.errors import CheckpointError, ReadError
 from fut_convert.sources.base import FLOAT_DTYPES, Problem
+from fut_convert.sources.read_errors import read_errors
 
 #: Stored types that are read. The formats with importance-chosen grids (IQ…) and ternary ones are left out.
 READABLE_TYPES: frozenset[str] = frozenset(
@@ -83,10 +84,11 @@ class GGUFFile:
         try:
             self._file: BinaryIO | None = path.open("rb")
         except OSError as error:
-            raise CheckpointError(f"{self.name}: cannot be opened ({error.strerror})") from error
+            raise ReadError(f"{self.name}: cannot be opened ({error.strerror})") from error
         self._size = os.fstat(self._file.fileno()).st_size
         try:
-            self._parse()
+            with read_errors(self.name):
+                self._parse()
         except (ValueError, KeyError, OverflowError, UnicodeDecodeError) as error:
             self.close()
             raise CheckpointError(f"{self.name}: its GGUF header cannot be parsed ({error})") from error
@@ -136,9 +138,10 @@ class GGUFFile:
             raise CheckpointError(f"{self.name}: already closed")
         filled = 0
         while filled < len(buffer):
-            count = os.preadv(self._file.fileno(), [buffer[filled:]], tensor.offset + skip + filled)
+            with read_errors(self.name):
+                count = os.preadv(self._file.fileno(), [buffer[filled:]], tensor.offset + skip + filled)
             if count == 0:
-                raise CheckpointError(f"{self.name}: ends inside {tensor.name}; download the file again")
+                raise ReadError(f"{self.name}: ends inside {tensor.name}; download the file again")
             filled += count
 
     def _parse(self) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fut_convert.errors import CheckpointError
+from fut_convert.errors import CheckpointError, ReadError
 from fut_convert.sources.base import FLOAT_DTYPES, STORED_DTYPES, Problem, TensorInfo
+from fut_convert.sources.read_errors import read_errors
 
 #: Bits of one element; types that are not here are not measured (and not readable).
 _DTYPE_BITS: dict[str, int] = {
@@ -59,9 +60,10 @@ class SafetensorsFile:
         try:
             self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{name}: cannot be opened ({error.strerror})") from error
+            raise ReadError(f"{name}: cannot be opened ({error.strerror})") from error
         try:
-            self.problems = self._read_header()
+            with read_errors(name):
+                self.problems = self._read_header()
         except BaseException:
             self.close()
             raise
@@ -70,7 +72,8 @@ class SafetensorsFile:
         """Rows `start` to `stop` of a tensor, [rows, ...] in its stored dtype.
 
         Raises:
-            CheckpointError: the file ends too early, or its dtype is none of FLOAT_DTYPES.
+            ReadError: the file ends too early or cannot be read.
+            CheckpointError: its dtype is none of FLOAT_DTYPES.
         """
         return self._read(info, (stop - start, *info.shape[1:]), start * math.prod(info.shape[1:]), FLOAT_DTYPES)
 
@@ -104,9 +107,10 @@ class SafetensorsFile:
         offset, filled = self._extents[tensor].offset + skip, 0
         while filled < len(buffer):
             # One call reads at most 2 GiB, and may read less.
-            count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
+            with read_errors(self.name):
+                count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
             if count == 0:
-                raise CheckpointError(
+                raise ReadError(
                     f"{self.name}: ends inside {tensor}, {len(buffer) - filled} bytes early; download the file again"
                 )
             filled += count

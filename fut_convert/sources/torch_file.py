@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fut_convert.errors import CheckpointError
+from fut_convert.errors import CheckpointError, ReadError
 from fut_convert.sources.base import STORED_DTYPES, Problem, TensorInfo
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in STORED_DTYPES.items()}
@@ -77,7 +77,9 @@ class TorchFile:
                 f"{self.name}: refused, its pickle holds more than tensors or is damaged; pickles can run code, so "
                 "only tensors are read (weights_only=True). Convert it to safetensors where you trust it"
             ) from error
-        except (RuntimeError, EOFError, ValueError, OSError) as error:
+        except OSError as error:
+            raise ReadError(f"{self.name}: cannot be read ({error.strerror or error})") from error
+        except (RuntimeError, EOFError, ValueError) as error:
             raise CheckpointError(
                 f"{self.name}: cannot be read as a PyTorch state dict, truncated or damaged "
                 f"({str(error).splitlines()[0]}); download the file again"

@@ -122,12 +122,9 @@ class StagingDirectory:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                error = _in_use(self.out, lock)
                 os.close(lock)
-                raise ArtifactError(
-                    f"{self.out}: is being written by another process ({holder or 'unknown'}); wait for it, stop it, "
-                    "or choose another name"
-                ) from None
+                raise error from None
             # The same may have happened between opening and locking: then this lock guards a file that is gone.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), os.stat(self.path / LOCK_FILE)):
@@ -154,6 +151,30 @@ class StagingDirectory:
 def staging_path(out: Path) -> Path:
     """Where the files of `out` lie until it is whole."""
     return out.with_name(out.name + ".partial")
+
+
+def check_unlocked(out: Path) -> None:
+    """Check that nobody writes `out` at this moment, for a refusal before any work: the lock itself is taken later.
+
+    Raises:
+        ArtifactError: another process is writing it.
+    """
+    try:
+        lock = os.open(staging_path(out) / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(out, lock) from None
+    finally:
+        os.close(lock)
+
+
+def staged_bytes(out: Path) -> int:
+    """Bytes on the disk that an interrupted run left of `out`: a later one clears them away, or goes on with them."""
+    place = staging_path(out)
+    return sum(p.lstat().st_blocks * 512 for p in place.rglob("*")) if place.is_dir() else 0
 
 
 def check_target(out: Path, *, overwrite: bool = False, replaces: str = MANIFEST_FILE) -> None:
@@ -189,6 +210,14 @@ def check_outside(source: Path, out: Path) -> None:
     """
     if out.resolve() in source.resolve().parents:
         raise ArtifactError(f"{out}: holds {source}, which would be deleted with it; choose another output name")
+
+
+def _in_use(out: Path, lock: int) -> ArtifactError:
+    holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+    return ArtifactError(
+        f"{out}: is being written by another process ({holder or 'unknown'}); wait for it, stop it, or choose another "
+        "name"
+    )
 
 
 @contextlib.contextmanager
