@@ -92,6 +92,7 @@ def _requantize(_: click.Context, __: click.Parameter, value: bool | None) -> st
 @click.option("--host-memory", type=_GIGABYTES, metavar="GB", help="Memory to use; all that is free.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing artifact, once the new one is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew, where an interrupted run left layers that are done.")
+@click.option("--stream", is_flag=True, help="Hub only: fetch the weights shard by shard while they are converted.")
 @push_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to standard output, and nothing else.")
@@ -99,7 +100,7 @@ def _requantize(_: click.Context, __: click.Parameter, value: bool | None) -> st
 def main(
     model: str, out: Path, recipe: str, revision: str | None, device: str, no_calibration: bool, overwrite: bool,
     restart: bool, dry_run: bool, as_json: bool, report: bool, evaluate: Path | None, evaluate_windows: int | None,
-    **options: Any,
+    stream: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Convert MODEL into an artifact OUT that fut-run executes.
 
@@ -139,7 +140,7 @@ def main(
         try:
             _run(
                 model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json,
-                push, budget | reporting,
+                push, {**budget, **reporting, "stream": stream},
             )  # fmt: skip
         except RecipeError as error:
             raise click.UsageError(str(error)) from error

@@ -27,6 +27,7 @@ from fut_convert.manifest import solved_by_gptq
 from fut_convert.plan import Plan
 from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
 from fut_convert.read_ahead import ReadAhead
+from fut_convert.reading_order import EMBEDDING_STEP, layer_step
 from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace
 from fut_convert.sequential import Original
 from fut_convert.sources import Source
@@ -78,6 +79,14 @@ class Conversion:
             if holder is not None:
                 holder.hidden.close()
 
+    @property
+    def first_step(self) -> int:
+        """The first step that no interrupted conversion has done; see `ReadingOrder`."""
+        saved = self.writer.resumed
+        if saved is None:
+            return EMBEDDING_STEP
+        return layer_step(saved.state[LAYERS_DONE]) + (1 if saved.state["head_done"] else 0)
+
     def run(self) -> None:
         """Write every tensor that no interrupted conversion has written."""
         layers = self.model.num_layers
@@ -85,21 +94,31 @@ class Conversion:
         pace = SavePace()
         if saved is None:
             self.progress(0, layers + 2, "embedding")
+            self._enter(EMBEDDING_STEP)
             self._embedding()
         else:
             self._resume(saved)
         for layer in range(0 if saved is None else saved.state[LAYERS_DONE], layers):
             self.progress(layer + 1, layers + 2, f"layer {layer + 1} of {layers}")
+            self._enter(layer_step(layer))
             self._layer(layer)
             if pace.due:
                 with pace.saving(), self.clock("save"):
                     self.writer.save(self._state(layer + 1), self._tensors())
         self.progress(layers + 1, layers + 2, "head")
         if saved is None or not saved.state["head_done"]:
+            self._enter(layer_step(layers))
             self._head()
             with self.clock("save"):
                 self.writer.save(self._state(layers, head_done=True))
+        self._enter(layer_step(layers) + 1)
         self.progress(layers + 2, layers + 2, "sealing")
+
+    def _enter(self, step: int) -> None:
+        """Have what a step reads here, where the checkpoint comes while it is converted."""
+        if self.plan.stream is not None:
+            with self.clock("fetch"):
+                self.source.enter(step)
 
     @property
     def outcomes(self) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 from fut_convert.calibration import windows_at_once
 from fut_convert.calibration_text import CalibrationWindows
 from fut_convert.quantize.module import block_weights
+from fut_convert.reading_order import ReadingOrder
 from fut_convert.sources import Source
 from fut_convert.sources.names import HEAD
 from fut_convert.workers import worker_count
@@ -40,6 +41,8 @@ _LOGIT_COPIES = 5
 #: what the codes of all modules of a layer add where they are kept.
 _DEQUANTIZED_BYTES = 10
 _KEPT_BYTES = 6
+#: A part of a file that comes from the Hub, twice while it is received, and the Hub's client.
+_STREAM_BYTES = 110_000_000
 #: The library that draws the report's plots.
 _PLOT_BYTES = 60_000_000
 #: The solver's libraries, and the rows whose error it sums in FP64.
@@ -70,6 +73,8 @@ def estimate_host_bytes(
     fixed = _PROCESS_BYTES + workers * (_WORKER_BYTES + (_CPU_BLOCK_BYTES if on_cpu else _GPU_BLOCK_BYTES) * block)
     if not on_cpu:
         fixed += _CUDA_BYTES
+    if source.stream_plan(ReadingOrder(manifest)) is not None:
+        fixed += _STREAM_BYTES
     element = 2 if source.dtype in ("BF16", "F16") else 4
     reported = _report_host_bytes(element, manifest, device, depth, evaluation)
     if source.quantized:

@@ -18,6 +18,7 @@ from fut_convert.memory import peak_host_bytes
 from fut_convert.memory_budget import MemoryBudget
 from fut_convert.plan import LOG_FILE, Plan, make_plan
 from fut_convert.read_ahead import ReadAhead
+from fut_convert.reading_order import ReadingOrder
 from fut_convert.recipe import Recipe, load_recipe
 from fut_convert.report.measure import Measurements, finishing, measure
 from fut_convert.report.options import ReportOptions
@@ -50,13 +51,14 @@ def plan_conversion(
     report: bool = True,
     evaluate: str | Path | None = None,
     evaluate_windows: int | None = None,
+    stream: bool = False,
 ) -> Plan:
     """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`."""
     resolved = load_recipe(recipe, overrides)
     budget = _budget(device_memory, host_memory)
-    options = _report_options(report, evaluate, evaluate_windows)
+    options = _report_options(report, evaluate, evaluate_windows, stream)
     check_unlocked(Path(out))
-    with open_source(model, revision=revision, token=token) as source:
+    with open_source(model, revision=revision, token=token, stream=stream) as source:
         return make_plan(source, resolved, Path(out), _device(device), budget, overwrite=overwrite, report=options)
 
 
@@ -76,6 +78,7 @@ def convert(
     report: bool = True,
     evaluate: str | Path | None = None,
     evaluate_windows: int | None = None,
+    stream: bool = False,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     on_resume: Callable[[int, int], None] | None = None,
@@ -99,6 +102,8 @@ def convert(
         report: write `report.md`, `report.json` and plots beside the artifact's sealed files.
         evaluate: UTF-8 text whose perplexity, with the checkpoint and with the artifact, goes into the report.
         evaluate_windows: score only so many windows of it, the first.
+        stream: Hub only: fetch the weights shard by shard while they are converted, and let go each that is done. The
+            report then has nothing to measure the artifact against.
         progress, on_plan: callbacks.
         on_resume: called as on_resume(layers done, layers) where it goes on from an interrupted conversion.
 
@@ -109,11 +114,11 @@ def convert(
     device = _device(device)
     resolved = load_recipe(recipe, overrides)
     budget = _budget(device_memory, host_memory)
-    options = _report_options(report, evaluate, evaluate_windows)
+    options = _report_options(report, evaluate, evaluate_windows, stream)
     progress = progress or (lambda *_: None)
     # A model on the Hub is not fetched only to find this out.
     check_unlocked(Path(out))
-    with StepClock(device) as clock, open_source(model, revision=revision, token=token) as source:
+    with StepClock(device) as clock, open_source(model, revision=revision, token=token, stream=stream) as source:
         with clock("plan"):
             plan = make_plan(source, resolved, Path(out), device, budget, overwrite=overwrite, report=options)
         if on_plan is not None:
@@ -129,6 +134,7 @@ def convert(
             with Workers(worker_count(device)) as workers, ReadAhead(source, device) as reader:
                 conversion = Conversion(source, reader, plan, writer, workers, device, clock, progress)
                 try:
+                    source.begin(ReadingOrder(plan.manifest), writer.input_directory, conversion.first_step)
                     with conversion:
                         conversion.run()
                 except ConvertError as error:
@@ -169,7 +175,12 @@ def convert(
     return result
 
 
-def _report_options(report: bool, evaluate: str | Path | None, windows: int | None) -> ReportOptions:
+def _report_options(report: bool, evaluate: str | Path | None, windows: int | None, stream: bool) -> ReportOptions:
+    if stream and evaluate is not None:
+        raise ConvertError(
+            "--evaluate measures the artifact against the checkpoint, of which --stream keeps nothing: convert without "
+            "the one or the other (fut-run eval perplexity --baseline compares them later)"
+        )
     if evaluate is None and windows is None:
         return ReportOptions(report)
     if evaluate is None or not report:

@@ -17,11 +17,13 @@ from fut_convert.manifest import build_manifest
 from fut_convert.memory_budget import MemoryBudget, MemoryPlan, plan_memory
 from fut_convert.plan_rows import ModuleRow, module_rows, padding_warnings
 from fut_convert.quantize.auto_gptq import auto_gptq_problem
+from fut_convert.reading_order import ReadingOrder
 from fut_convert.recipe import AUTO, Recipe, uses_gptq
 from fut_convert.report.options import ReportOptions, depth_windows
 from fut_convert.report.wording import PLOTS
 from fut_convert.sources import SideFile, Source
 from fut_convert.sources.read_errors import read_errors
+from fut_convert.sources.stream_plan import StreamPlan
 from fut_runtime.artifact.layout import all_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import (
@@ -59,6 +61,7 @@ class Plan:
         notes: what is done with the checkpoint's own INT4 codes.
         depth: windows to measure the error through the depth on, for the report.
         evaluation: windows to measure the artifact's accuracy on, where a text was given.
+        stream: how the weights come from the Hub while they are converted, where they do.
     """
 
     manifest: Manifest
@@ -76,6 +79,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     depth: CalibrationWindows | None = None
     evaluation: CalibrationWindows | None = None
+    stream: StreamPlan | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -114,6 +118,7 @@ class Plan:
             "device_steps": self.memory.device_steps,
             "activation_bytes": self.memory.activation_bytes,
             "activation_place": self.memory.place,
+            "stream": None if self.stream is None else self.stream.to_dict(),
             "side_files": [name for name, _ in self.side_files],
             "notes": list(self.notes),
             "warnings": list(self.warnings),
@@ -179,12 +184,15 @@ def make_plan(
     output_bytes = sum(t.nbytes for t in all_tensors(manifest)) + sum(_side_bytes(*file) for file in side_files)
     place = _existing_parent(out)
     free = shutil.disk_usage(place).free + staged_bytes(out)
-    depth = depth_windows(windows, evaluation) if report.enabled else None
+    stream = source.stream_plan(ReadingOrder(manifest))
+    # Measuring would take the weights once more.
+    depth = depth_windows(windows, evaluation) if report.enabled and stream is None else None
     memory = plan_memory(
         source, manifest, windows, device, budget or MemoryBudget(), depth=depth, evaluation=evaluation
     )
     warnings += memory.problems()
-    scratch = memory.scratch_bytes
+    scratch = memory.scratch_bytes + (0 if stream is None else stream.peak_bytes)
+    warnings += _stream_warnings(stream)
     if output_bytes + scratch > free:
         beside = f" and {_size(scratch)} beside it until it is whole" if scratch else ""
         errors.append(
@@ -208,7 +216,14 @@ def make_plan(
         notes=kept.notes + (kept.requantized if recipe.int4.requantize == "always" else ()),
         depth=depth,
         evaluation=evaluation,
+        stream=stream,
     )
+
+
+def _stream_warnings(stream: StreamPlan | None) -> list[str]:
+    if stream is None or len(stream.order) > 1 or not stream.order:
+        return []
+    return [f"{stream.order[0].name} is all there is of the weights: --stream has the whole of it on the disk at once"]
 
 
 def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fut_convert.sources import Source
-from fut_convert.sources.read_errors import read_errors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.progress import read_progress
 from fut_runtime.artifact.staging import staging_path
@@ -32,7 +31,7 @@ def conversion_inputs(source: Source, manifest: Manifest, device: torch.device) 
     """
     return {
         **json.loads(manifest.to_json()),
-        "checkpoint": _files(source),
+        "checkpoint": dict(sorted(source.file_stamps().items())),
         "processor": _processor(device),
     }
 
@@ -66,17 +65,6 @@ def kept_progress(out: Path) -> str | None:
         return None
     done, layers = progress.state.get(LAYERS_DONE), progress.state.get(LAYERS)
     return f"{place.name} keeps {done} of {layers} layers: the same command goes on from there"
-
-
-def _files(source: Source) -> dict[str, list[int]]:
-    """Size of every file that is read, and when it was changed unless its commit says what it holds."""
-    location = source.location
-    paths = {name: location / name if location.is_dir() else location for name in source.weight_files}
-    paths |= {name: content for name, content in source.side_files() if isinstance(content, Path)}
-    pinned = "commit" in source.identity
-    with read_errors(location.name):
-        found = {name: path.stat() for name, path in sorted(paths.items())}
-    return {name: [s.st_size] if pinned else [s.st_size, s.st_mtime_ns] for name, s in found.items()}
 
 
 def _version(package: str) -> str:

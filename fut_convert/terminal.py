@@ -18,6 +18,7 @@ from fut_convert.memory_budget import MemoryPlan
 from fut_convert.plan import Plan
 from fut_convert.report.wording import percent, size
 from fut_convert.result import ConversionResult
+from fut_convert.sources.stream_plan import StreamPlan
 from fut_runtime.artifact.json_text import shown
 
 
@@ -38,6 +39,7 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
         *([f"padded: {', '.join(padded)}"] if padded else []),
         f"input {size(plan.input_bytes)}, artifact {size(plan.output_bytes)} "
         f"({size(plan.free_bytes)} free in {out.parent})",
+        *([] if plan.stream is None else [_stream_line(plan.stream)]),
         *_memory_lines(plan.memory),
         "no calibration" if calibration is None else f"calibration: {_text(calibration)}",
         *plan.notes,
@@ -47,6 +49,13 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)
     _print_warnings(plan, console)
+
+
+def _stream_line(stream: StreamPlan) -> str:
+    return (
+        f"streamed from the Hub: {size(stream.fetched_bytes)} in {len(stream.order)} files, each fetched once; at most "
+        f"{size(stream.peak_bytes)} on the disk at a time"
+    )
 
 
 def _memory_lines(memory: MemoryPlan) -> list[str]:

@@ -13,6 +13,8 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Answer requests with `handler` until the end of the block; yields the server's address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
+    # Headers and body are written apart, and a client that delays its acknowledgement would wait for the second.
+    handler.disable_nagle_algorithm = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

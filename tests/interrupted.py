@@ -44,8 +44,8 @@ def stopped_at(layer: int, monkeypatch: pytest.MonkeyPatch, error: BaseException
     monkeypatch.setattr(Conversion, "_layer", stop)
 
 
-def interrupted(checkpoint: Path, out: Path, overrides: dict[str, Any], layer: int) -> None:
+def interrupted(checkpoint: Path | str, out: Path, overrides: dict[str, Any], layer: int, **more: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         stopped_at(layer, patch)
         with pytest.raises(StopError):
-            convert(str(checkpoint), out, overrides=overrides)
+            convert(str(checkpoint), out, overrides=overrides, **more)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,26 @@ from typing import Any
 _CALLS = ("pwrite", "fsync", "fdatasync", "replace", "rename", "unlink", "mkdir", "rmdir", "open", "ftruncate")
 
 
-def convert_and_kill(checkpoint: Path, out: Path, overrides: Mapping[str, Any], at: int | None) -> int | None:
+def convert_and_kill(
+    checkpoint: Path | str,
+    out: Path,
+    overrides: Mapping[str, Any],
+    at: int | None,
+    *,
+    prepare: Callable[[], None] | None = None,
+    **options: Any,
+) -> int | None:
     """Convert, with every layer saved, and kill the process at the `at`-th call to the file system.
 
     A write that is the last is cut in half. Returns the number of calls of a conversion that ended, None where it was
-    killed.
+    killed. `prepare` is called in the process first; `options` are `convert`'s.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fut_convert.pipeline"])
     assert isinstance(context, ForkServerContext)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_convert, args=(str(checkpoint), str(out), dict(overrides), at, sender))
+    arguments = (str(checkpoint), str(out), dict(overrides), at, sender, prepare, options)
+    process = context.Process(target=_convert, args=arguments)
     process.start()
     sender.close()
     process.join()
@@ -35,7 +44,12 @@ def convert_and_kill(checkpoint: Path, out: Path, overrides: Mapping[str, Any], 
     return count
 
 
-def _convert(checkpoint: str, out: str, overrides: dict[str, Any], at: int | None, sender: Any) -> None:
+def _convert(
+    checkpoint: str, out: str, overrides: dict[str, Any], at: int | None, sender: Any,
+    prepare: Callable[[], None] | None, options: dict[str, Any],
+) -> None:  # fmt: skip
+    if prepare is not None:
+        prepare()
     import torch
 
     from fut_convert import convert, resume
@@ -62,5 +76,5 @@ def _convert(checkpoint: str, out: str, overrides: dict[str, Any], at: int | Non
 
     for name in _CALLS:
         counting(name)
-    convert(checkpoint, out, overrides=overrides)
+    convert(checkpoint, out, overrides=overrides, **options)
     sender.send(made[0])

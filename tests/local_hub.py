@@ -70,6 +70,7 @@ class LocalHub:
         multipart: whether large files are taken in parts.
         faults: what goes wrong next.
         asked: every request so far, as `METHOD /path`.
+        sent: every part of a file that was asked for, as its name, beginning and end.
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class LocalHub:
     ignored: frozenset[str] = frozenset()
     faults: list[Fault] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    sent: list[tuple[str, int, int]] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
     def publish(self, repo: str, files: dict[str, bytes], branch: str = "main", message: str = "first") -> str:
@@ -291,11 +293,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(404, "Entry not found", **{"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         content = files[name]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{_oid(name, content)}"', "Accept-Ranges": "bytes"}
-        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted:
             start = int(wanted[1])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            return self._send(206, headers, content[start:])
+            stop = min(len(content), int(wanted[2]) + 1) if wanted[2] else len(content)
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            self.hub.sent.append((name, start, stop))
+            return self._send(206, headers, content[start:stop])
         return self._send(200, headers, content)
 
     def _may_write(self, repo: str) -> bool:

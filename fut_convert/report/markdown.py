@@ -72,7 +72,10 @@ def _depth(contents: dict[str, Any], drawn: set[str]) -> Iterator[str]:
     measured = contents["depth"]
     layers = contents["model"]["num_layers"]
     if not measured["paths"]:
-        yield "Not measured: the conversion had neither a calibration text nor one to evaluate on."
+        yield (
+            "Not measured: the conversion had neither a calibration text nor one to evaluate on, or it was streamed "
+            "and kept nothing of the checkpoint to measure against."
+        )
         return
     yield (
         "Relative RMS error of the residual stream against the checkpoint in BF16, each token measured by its own "

@@ -14,13 +14,14 @@ __all__ = ["Packing", "Problem", "SideFile", "Source", "TensorInfo", "open_sourc
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
-def open_source(model: str, *, revision: str | None = None, token: str | None = None) -> Source:
+def open_source(model: str, *, revision: str | None = None, token: str | None = None, stream: bool = False) -> Source:
     """Open a checkpoint: a directory, a `.gguf` file, or a model on the Hub.
 
     Args:
         model: what exists as a path is opened as one; anything else is a Hub id.
         revision: Hub only: branch, tag or commit.
         token: Hub only: access token; that of the environment or of the Hub's login when None.
+        stream: Hub only: leave the weights there, to be fetched while they are converted.
 
     Raises:
         CheckpointError: no such path, or a checkpoint that cannot be read.
@@ -31,13 +32,15 @@ def open_source(model: str, *, revision: str | None = None, token: str | None = 
     if path.exists():
         if revision is not None:
             raise CheckpointError(f"{model}: is a local path, which has no revision {revision!r}")
+        if stream:
+            raise CheckpointError(f"{model}: is here already; --stream is for models on the Hub")
         return _open_path(path)
     if not _HUB_ID.fullmatch(model) or model.startswith(".") or path.suffix in (".gguf", ".safetensors", ".bin"):
         raise CheckpointError(f"{model}: no such file or directory, and not a Hub id (owner/name)")
     # The Hub's client is slow to import and of no use to local checkpoints.
     from fut_convert.sources.hub import open_hub_model
 
-    return open_hub_model(model, revision, token)
+    return open_hub_model(model, revision, token, stream=stream)
 
 
 def _open_path(path: Path) -> Source:

@@ -6,11 +6,11 @@ A source reads one tensor, or some rows of one, at a time, so that memory stays 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ from fut_convert.errors import CheckpointError
 from fut_convert.sources.grouped_codes import Packing
 from fut_convert.sources.names import EMBEDDING, HEAD, expected_tensors
 from fut_convert.sources.quantized import quantized_tensors
+from fut_convert.sources.read_errors import read_errors
 from fut_runtime.artifact.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fut_convert.reading_order import ReadingOrder
+    from fut_convert.sources.stream_plan import StreamPlan
 
 #: A side file: its name relative to the artifact, and where it is, or its bytes when the source makes it up.
 SideFile = tuple[str, Path | bytes]
@@ -193,6 +198,11 @@ class Source(ABC):
                 problems.append(Problem("error", self._unexpected(info)))
         return problems
 
+    def _weight_paths(self) -> Iterable[tuple[str, Path]]:
+        """The files on the disk that weights are read from, by name."""
+        directory = self.location.is_dir()
+        return ((name, self.location / name if directory else self.location) for name in self.weight_files)
+
     def _info(self, name: str) -> TensorInfo:
         info = self.tensors.get(name)
         if info is None:
@@ -264,6 +274,39 @@ class Source(ABC):
     @abstractmethod
     def _file_problems(self) -> list[Problem]:
         """What is wrong with the files themselves, before any tensor is looked at."""
+
+    def file_stamps(self) -> dict[str, list[int]]:
+        """Size of every file that is read, and when it was changed unless a commit says what it holds.
+
+        Raises:
+            ReadError: a file is gone.
+        """
+        paths = dict(self._weight_paths())
+        paths |= {name: content for name, content in self.side_files() if isinstance(content, Path)}
+        with read_errors(self._where):
+            found = {name: path.stat() for name, path in paths.items()}
+        pinned = "commit" in self.identity
+        return {name: [s.st_size] if pinned else [s.st_size, s.st_mtime_ns] for name, s in found.items()}
+
+    def stream_plan(self, order: ReadingOrder) -> StreamPlan | None:
+        """How the weights come while they are converted; None where they are here."""
+        return None
+
+    def begin(self, order: ReadingOrder, directory: Path, step: int) -> None:
+        """Be ready for the steps from `step` on; weights that come meanwhile are kept in `directory`.
+
+        Raises:
+            ArtifactError: it cannot be used.
+        """
+        return None
+
+    def enter(self, step: int) -> None:
+        """Be ready to read what a step reads, and let go what only those before it have read.
+
+        Raises:
+            HubError, ReadError, ArtifactError: what it reads cannot be fetched or kept.
+        """
+        return None
 
     @abstractmethod
     def side_files(self) -> list[SideFile]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,10 +28,11 @@ from fut_convert.sources.names import HEAD
 from fut_convert.sources.quantized_formats import plain_config, stored_format
 from fut_convert.sources.quantized_matrices import QuantizedMatrices
 from fut_convert.sources.safetensors_file import SafetensorsFile
+from fut_convert.sources.safetensors_header import SafetensorsReader
 from fut_convert.sources.torch_file import TorchFile
 from fut_runtime.artifact.spec import ModelSpec
 
-WeightFile = SafetensorsFile | TorchFile
+WeightFile = SafetensorsReader | TorchFile
 
 
 class DirectorySource(Source):
@@ -126,7 +127,7 @@ class DirectorySource(Source):
     def _refuse_other_contents(self) -> None:
         if not self._root.is_dir():
             raise CheckpointError(f"{self._root}: not a directory")
-        names = {path.name for path in self._root.iterdir()}
+        names = self._top_names()
         if "fut_config.json" in names:
             raise CheckpointError(f"{self._name}: is a converted artifact already, not a checkpoint")
         if "adapter_config.json" in names and not names.intersection(WEIGHT_ENTRIES):
@@ -146,7 +147,7 @@ class DirectorySource(Source):
             raise CheckpointError(f"{self._name}: no config.json, so not a Hugging Face checkpoint")
 
     def _open_weights(self) -> dict[str, TensorInfo]:
-        present = weight_entries(path.name for path in self._root.iterdir())
+        present = weight_entries(self._top_names())
         if not present:
             raise CheckpointError(f"{self._name}: no weights; expected one of {', '.join(WEIGHT_ENTRIES)}")
         entry = present[0]
@@ -158,22 +159,29 @@ class DirectorySource(Source):
                     f"{self._name}: both {' and '.join(safe)} exist; {entry} is read, as transformers does",
                 )
             )
-        opener: Callable[[Path, str], WeightFile] = (
-            TorchFile if entry in (TORCH_SINGLE, TORCH_INDEX) else SafetensorsFile
-        )
+        self._pickled = entry in (TORCH_SINGLE, TORCH_INDEX)
         if entry not in (SAFETENSORS_INDEX, TORCH_INDEX):
-            file = self._files[entry] = opener(self._contained(entry), entry)
+            file = self._files[entry] = self._open_file(entry)
             return dict(file.tensors)
-        return self._open_indexed(entry, opener)
+        return self._open_indexed(entry)
 
-    def _open_indexed(self, index: str, opener: Callable[[Path, str], WeightFile]) -> dict[str, TensorInfo]:
+    def _top_names(self) -> set[str]:
+        """Names of the files and directories at the top of the checkpoint."""
+        return {path.name for path in self._root.iterdir()}
+
+    def _open_file(self, name: str) -> WeightFile:
+        """Open a file of weights."""
+        path = self._contained(name)
+        return TorchFile(path, name) if self._pickled else SafetensorsFile(path, name)
+
+    def _open_indexed(self, index: str) -> dict[str, TensorInfo]:
         """Open the files that an index names, and no other that may lie about."""
         where = f"{self._name}: {index}"
         weight_map = read_json_object(self._contained(index), where).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{where}: weight_map is not an object of file names")
         for name in sorted(set(weight_map.values())):
-            self._files[name] = opener(self._contained(name), name)
+            self._files[name] = self._open_file(name)
         tensors: dict[str, TensorInfo] = {}
         for tensor, file in weight_map.items():
             info = self._files[file].tensors.get(tensor)

@@ -16,7 +16,16 @@ import fut_runtime.errors
 from fut_convert.errors import CheckpointError, HubError, UnsupportedModelError
 from fut_convert.sources.config import model_spec
 from fut_convert.sources.directory import DirectorySource, read_json_object
-from fut_convert.sources.file_kinds import SAFETENSORS_INDEX, TORCH_INDEX, WEIGHT_ENTRIES, is_side_file, weight_entries
+from fut_convert.sources.file_kinds import (
+    SAFETENSORS_INDEX,
+    TORCH_INDEX,
+    TORCH_SINGLE,
+    WEIGHT_ENTRIES,
+    is_side_file,
+    weight_entries,
+)
+from fut_convert.sources.hub_file import HubFile, HubFiles
+from fut_convert.sources.hub_stream import StreamedSource
 from fut_convert.sources.quantized_formats import plain_config, stored_format
 from fut_runtime.hub.cached_files import damaged_files, remove_files
 from fut_runtime.hub.download import literal_pattern
@@ -35,6 +44,7 @@ def open_hub_model(
     *,
     endpoint: str | None = None,
     cache_dir: Path | None = None,
+    stream: bool = False,
 ) -> DirectorySource:
     """Fetch what the conversion needs of a model, or find it in the cache when HF_HUB_OFFLINE is set.
 
@@ -44,18 +54,22 @@ def open_hub_model(
         token: access token; when None, that of the environment or of the Hub's login.
         endpoint: address of the Hub; when None, HF_ENDPOINT or the public one.
         cache_dir: the Hub's cache; when None, its usual place.
+        stream: leave weights that are not in the cache on the Hub, to be fetched while they are converted.
 
     Raises:
         HubError: unknown model or revision, no access, no network, or not in the cache when offline.
         UnsupportedModelError, CheckpointError: as for a directory.
     """
     requested = revision or DEFAULT_REVISION
+    if stream and constants.HF_HUB_OFFLINE:
+        raise HubError(f"{model}: --stream fetches the weights from the Hub, which HF_HUB_OFFLINE forbids")
     fetch = _Fetch(model, requested, token, endpoint, cache_dir)
     config_path = fetch.file("config.json", requested)
     snapshot = config_path.parent
     commit = snapshot.name
     config = read_json_object(config_path, f"{model}: config.json")
     model_spec(plain_config(config), None, model)
+    identity = {"kind": "hub", "id": model, "revision": requested, "commit": commit}
     if not constants.HF_HUB_OFFLINE:
         needed = fetch.needed_files(commit)
 
@@ -63,9 +77,21 @@ def open_hub_model(
             return read_json_object(fetch.file(name, commit), f"{model}: {name}") if name in needed else None
 
         stored_format(config, read_file, model)
+        if stream:
+            return _open_streamed(fetch, needed, snapshot, identity)
         fetch.snapshot(needed, snapshot)
-    identity = {"kind": "hub", "id": model, "revision": requested, "commit": commit}
     return DirectorySource(snapshot, identity)
+
+
+def _open_streamed(fetch: _Fetch, needed: Sequence[str], snapshot: Path, identity: dict[str, Any]) -> StreamedSource:
+    absent = [name for name in needed if name.endswith(".safetensors") and not (snapshot / name).exists()]
+    if any(name in (TORCH_SINGLE, TORCH_INDEX) for name in needed):
+        raise UnsupportedModelError(
+            f"{identity['id']}: has its weights as pickles, which cannot be read in parts; convert it without --stream"
+        )
+    fetch.snapshot([name for name in needed if name not in absent], snapshot)
+    listed = fetch.listed(snapshot.name)
+    return StreamedSource(snapshot, identity, fetch.files(snapshot.name), {name: listed[name] for name in absent})
 
 
 class _Fetch:
@@ -135,6 +161,19 @@ class _Fetch:
             return absent
 
         self._whole(fetch)
+
+    def files(self, commit: str) -> HubFiles:
+        """Reads the files of a commit in parts."""
+        return HubFiles(self._model, commit, self._token, self._endpoint, self._call)
+
+    def listed(self, commit: str) -> dict[str, HubFile]:
+        """The files of a commit, with their sizes and hashes, by name."""
+        api = HfApi(endpoint=self._endpoint, token=self._token)
+        info = self._call(lambda: api.model_info(self._model, revision=commit, files_metadata=True))
+        return {
+            s.rfilename: HubFile(s.rfilename, s.size or 0, str(s.lfs["sha256"] if s.lfs else s.blob_id))
+            for s in info.siblings or []
+        }
 
     def _whole(self, fetch: Callable[[], list[Path]]) -> list[Path]:
         """Fetch files, and those a second time that were damaged on the way."""

@@ -22,6 +22,8 @@ from fut_runtime.artifact.staging import fsync_directory, os_errors, write_file
 from fut_runtime.errors import ArtifactError
 
 _RECORD = "progress.json"
+#: A directory beside the record whose contents its user looks after.
+INPUT_DIRECTORY = "input"
 _FORMAT_VERSION = 1
 #: Differences that a message lists.
 _MOST_SHOWN = 4
@@ -172,7 +174,7 @@ def clear_leftovers(base: Path, progress: Progress, kept: Iterable[str]) -> None
             if entry not in named:
                 remove(entry)
         for entry in directory.iterdir():
-            if entry.name != _RECORD and entry.name not in progress.files.values():
+            if entry.name not in (_RECORD, INPUT_DIRECTORY) and entry.name not in progress.files.values():
                 remove(entry)
 
 

@@ -32,7 +32,7 @@ class OpenShard:
             end = max((place.offset + place.spec.nbytes for place in present), default=0)
             if os.fstat(self.descriptor).st_size < end:
                 raise OSError(f"ends before byte {end}; the file was changed, start over")
-            _write_all(self.descriptor, memoryview(shard.header), 0)
+            write_all(self.descriptor, memoryview(shard.header), 0)
         self.front = len(shard.header)
         self._next = 0
         for place in present:
@@ -42,7 +42,7 @@ class OpenShard:
         """Write one tensor's bytes, or some of them from `skip_bytes` on."""
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         with os_errors(self.path, f"tensor {place.spec.name} ({place.spec.nbytes} bytes) cannot be written"):
-            _write_all(self.descriptor, raw.numpy().data, place.offset + skip_bytes)
+            write_all(self.descriptor, raw.numpy().data, place.offset + skip_bytes)
 
     def advance(self, name: str) -> None:
         """Count a tensor as written and move the front over what is written without a gap."""
@@ -64,7 +64,8 @@ class OpenShard:
             self.descriptor = -1
 
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write bytes to a place in a file, in as many calls as it takes."""
     while data:
         count = os.pwrite(descriptor, data[: 1 << 30], offset)
         data, offset = data[count:], offset + count

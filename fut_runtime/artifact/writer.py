@@ -23,7 +23,7 @@ from fut_runtime.artifact.paths import (
     check_foreign_name,
     inside,
 )
-from fut_runtime.artifact.progress import Progress, ProgressKeeper
+from fut_runtime.artifact.progress import INPUT_DIRECTORY, Progress, ProgressKeeper
 from fut_runtime.artifact.seal import files_text, marker_text
 from fut_runtime.artifact.shard_writer import OpenShard
 from fut_runtime.artifact.shards import MAX_SHARD_BYTES, TORCH_DTYPES, TensorPlace, index_text, plan_shards
@@ -206,6 +206,11 @@ class ArtifactWriter:
         with os_errors(directory, "cannot be made"):
             directory.mkdir(exist_ok=True)
         return directory / f"{name}.work"
+
+    @property
+    def input_directory(self) -> Path:
+        """Where to keep what the artifact is made from, if it comes bit by bit: it lasts as long as what is saved."""
+        return self._base / PROGRESS_DIRECTORY / INPUT_DIRECTORY
 
     def copy_side_file(self, source: Path | bytes, relative_name: str) -> None:
         """Copy a tokenizer, config or licence file byte for byte into the sealed set.

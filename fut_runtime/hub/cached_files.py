@@ -16,7 +16,7 @@ def damaged_files(paths: Iterable[Path]) -> list[Path]:
     Snapshots link to files that are named after it: SHA-256 of large files, git's SHA-1 of others. Where the file
     system has no links nothing is known, and nothing is damaged.
     """
-    return [path for path in paths if not _is_whole(path.resolve())]
+    return [path for path in paths if not matches(path.resolve(), path.resolve().name)]
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -26,14 +26,15 @@ def remove_files(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def _is_whole(blob: Path) -> bool:
-    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
+def matches(path: Path, oid: str) -> bool:
+    """Whether a file has a content of this name: SHA-256 of large files, git's SHA-1 of others; true for any other."""
+    if re.fullmatch(r"[0-9a-f]{64}", oid):
         digest = hashlib.sha256()
-    elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
-        digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+    elif re.fullmatch(r"[0-9a-f]{40}", oid):
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     else:
         return True
-    with blob.open("rb") as file:
+    with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
-    return digest.hexdigest() == blob.name
+    return digest.hexdigest() == oid

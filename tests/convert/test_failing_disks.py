@@ -29,11 +29,12 @@ def save_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def points(total: int, seed: str, count: int = 12) -> list[int]:
-    """The first calls, the last, and some between."""
+    """The first calls, the last, and one of each of `count` stretches between."""
     assert total > 30
     draw = random.Random(seed)
+    between = [4 + int((total - 10) * (i + draw.random()) / count) for i in range(count)]
     # A first conversion opens a few files more, of the libraries': the very last calls may be none of the others'.
-    return sorted({1, 2, 3, total - 6, total - 4} | {draw.randrange(4, total - 6) for _ in range(count)})
+    return sorted({1, 2, 3, *between, total - 6, total - 4})
 
 
 def check_no_artifact(out: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_source_that_goes_away_at_any_read(recipe: str, code: int, tiny_checkp
     with lost_source(checkpoint, None) as calls:
         expected = sealed(convert(str(checkpoint), tmp_path / "whole", overrides=RECIPES[recipe]).path)
     gone_on = set()
-    for point in points(calls[0], f"{recipe} {code}", 6):
+    for point in points(calls[0], f"{recipe} {code}", 9):
         out = tmp_path / f"lost-at-{point}"
         with lost_source(checkpoint, point), pytest.raises(FutError) as caught:
             convert(str(checkpoint), out, overrides=RECIPES[recipe])

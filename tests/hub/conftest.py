@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-import huggingface_hub.file_download
 import pytest
-from huggingface_hub import constants
 
+from hub_client import client_settings
 from local_hub import LocalHub, serve
-
-_TEMPLATE = "/{repo_id}/resolve/{revision}/{filename}"
 
 
 @pytest.fixture
@@ -23,14 +20,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        for module in (constants, huggingface_hub.file_download):  # older versions import the template by name
-            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", address + _TEMPLATE, raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        for module, name, value in client_settings(address, tmp_path):
+            monkeypatch.setattr(module, name, value, raising=False)
         yield state
 
 

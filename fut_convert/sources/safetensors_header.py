@@ -1,0 +1,163 @@
+"""The header of a safetensors file, checked: which tensors it lists, and where their bytes are.
+
+The format: https://github.com/huggingface/safetensors (8 bytes of header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fut_convert.errors import CheckpointError
+from fut_convert.sources.base import FLOAT_DTYPES, STORED_DTYPES, Problem, TensorInfo
+
+#: Bits of one element; types that are not here are not measured (and not readable).
+_DTYPE_BITS: dict[str, int] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+#: The limit of the reference implementation; a longer header is garbage.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+#: Bytes that are read at first: of most files the whole header.
+_FIRST_BYTES = 1 << 16
+
+
+@dataclass
+class SafetensorsHeader:
+    """What a header says.
+
+    Attributes:
+        tensors: what it lists.
+        offsets: where the bytes of each begin in the file.
+        problems: a file shorter or longer than its header says.
+    """
+
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+class SafetensorsReader(ABC):
+    """The tensors of a safetensors file, wherever its bytes are.
+
+    Attributes:
+        name: its name within the checkpoint, for messages.
+        header: what it holds.
+    """
+
+    def __init__(self, name: str, header: SafetensorsHeader) -> None:
+        self.name = name
+        self.header = header
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What the header lists."""
+        return self.header.tensors
+
+    @property
+    def problems(self) -> list[Problem]:
+        """A file shorter or longer than its header says."""
+        return self.header.problems
+
+    def read_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a tensor, [rows, ...] in its stored dtype.
+
+        Raises:
+            ReadError: the file ends too early or cannot be read.
+            CheckpointError: its dtype is none of FLOAT_DTYPES.
+        """
+        return self._read(info, (stop - start, *info.shape[1:]), start * math.prod(info.shape[1:]), FLOAT_DTYPES)
+
+    def read(self, info: TensorInfo) -> Tensor:
+        """A whole tensor of any rank, in any of STORED_DTYPES; else as `read_rows`."""
+        return self._read(info, info.shape, 0, STORED_DTYPES)
+
+    @abstractmethod
+    def read_into(self, buffer: memoryview, tensor: str, skip: int) -> None:
+        """Fill a buffer with the bytes of a tensor from `skip` on.
+
+        Raises:
+            ReadError: the file ends too early or cannot be read.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+    def _read(self, info: TensorInfo, shape: tuple[int, ...], skip: int, readable: Mapping[str, torch.dtype]) -> Tensor:
+        """The elements of a tensor from `skip` on that fill a shape."""
+        dtype = readable.get(info.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.name}: {info.name} is stored as {info.dtype}; readable are {', '.join(readable)}"
+            )
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            self.read_into(tensor.view(-1).view(torch.uint8).numpy().data.cast("B"), info.name, skip * dtype.itemsize)
+        return tensor
+
+
+def read_header(name: str, size: int, read: Callable[[int, int], bytes]) -> SafetensorsHeader:
+    """The header of a file of `size` bytes; read(offset, length) gives some of them, fewer where it ends.
+
+    Raises:
+        CheckpointError: it cannot be understood.
+    """
+    first = read(0, min(size, _FIRST_BYTES))
+    start = first[:8]
+    if start == b"version ":
+        raise CheckpointError(f"{name}: is a Git LFS pointer, not the weights; run `git lfs pull`")
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > _MAX_HEADER_BYTES:
+        raise CheckpointError(f"{name}: not a safetensors file ({size} bytes, no valid header)")
+    if 8 + length > size:
+        raise CheckpointError(
+            f"{name}: has {size} bytes, fewer than its header of {8 + length}; download the file again"
+        )
+    text = first[8 : 8 + length]
+    if len(text) < length:
+        text += read(len(first), 8 + length - len(first))
+    header = SafetensorsHeader()
+    try:
+        listed = json.loads(text)
+        if not isinstance(listed, dict):
+            raise TypeError("the header is not an object")
+        listed.pop("__metadata__", None)
+        end = 8 + length
+        for tensor, entry in listed.items():
+            end = max(end, _add(header, name, str(tensor), entry, 8 + length))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{name}: its safetensors header cannot be read ({error})") from error
+    if end > size:
+        message = f"truncated, has {size} bytes where its header says {end}; download the file again"
+        header.problems.append(Problem("error", f"{name}: {message}"))
+    if end < size:
+        message = f"has {size - end} bytes more than its header says; download it again"
+        header.problems.append(Problem("error", f"{name}: {message}"))
+    return header
+
+
+def _add(header: SafetensorsHeader, file: str, name: str, entry: dict[str, Any], data_start: int) -> int:
+    """Enter one tensor of the header; returns the offset its bytes end at."""
+    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+    begin, end = (int(n) for n in entry["data_offsets"])
+    if begin < 0 or end < begin or any(n < 0 for n in shape):
+        raise ValueError(f"{name}: offsets {begin}:{end}, shape {list(shape)}")
+    bits = _DTYPE_BITS.get(dtype)
+    if bits is not None and math.prod(shape) * bits // 8 != end - begin:
+        raise ValueError(f"{name}: {dtype} {list(shape)} does not fill {end - begin} bytes")
+    header.tensors[name] = TensorInfo(name, dtype, shape, end - begin, file)
+    header.offsets[name] = data_start + begin
+    return data_start + end
