@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define FUT_ABI_VERSION 1
+#define FUT_ABI_VERSION 2
 #define FUT_API __attribute__((visibility("default")))
 
 typedef enum fut_status {
@@ -153,6 +153,81 @@ FUT_API fut_status fut_sample(const float* logits, const fut_sampling* sampling,
 /* Reads `bytes` (a multiple of 16384) of device memory once, at the highest rate the card is known to give, and XORs
  * all its 32-bit words into the device word `checksum`. */
 FUT_API fut_status fut_read_bandwidth(const void* data, int64_t bytes, uint32_t* checksum, void* stream);
+
+/* Prefill: products of many rows, C = A B^T with A [m, k] and B [n, k] row-major and of one type, FP32 sums, and what
+ * follows them in one kernel. Addresses, and strides between rows in bytes, are multiples of 16; strides here count
+ * elements. Nothing between a row's end and the next row is read or written. */
+typedef enum fut_gemm_epilogue {
+  FUT_GEMM_BF16 = 0,     /* out BF16 [m, n] */
+  FUT_GEMM_F32 = 1,      /* out F32 [m, n] */
+  FUT_GEMM_RESIDUAL = 2, /* out BF16 [m, n] = residual + product; a copy in E4M3; sums of squares */
+  FUT_GEMM_SWIGLU = 3,   /* E4M3 [m, n/2] = silu(gate) * up, B's rows in FUT_INTERLEAVE1 */
+  FUT_GEMM_QKV = 4,      /* Q, and K and V into the history */
+} fut_gemm_epilogue;
+
+/* How sums of E4M3 products are kept. The tensor cores add with about 14 bits. */
+typedef enum fut_accumulation {
+  FUT_ACCUMULATE_FAST = 0,     /* in the tensor cores throughout */
+  FUT_ACCUMULATE_PROMOTED = 1, /* sums over 256 of k are added up in FP32 */
+} fut_accumulation;
+
+/* An E4M3 output, x / scale, beyond 448 saturating. */
+typedef struct fut_e4m3_output {
+  void* data;          /* device E4M3, or null: none */
+  int64_t stride;      /* elements */
+  const float* scale;  /* device [requests] */
+  uint32_t* amax;      /* device [requests]: bits of an FP32, raised to the largest |x| (NaN is the largest); or null */
+  uint64_t* saturated; /* device: elements beyond 448 are added; or null */
+} fut_e4m3_output;
+
+/* Q, K and V of a chunk of prompts. The history holds K (after RoPE) and V of one layer. */
+typedef struct fut_qkv_output {
+  void* q;             /* device BF16 [m, heads * head_dim] */
+  void* k;             /* device BF16 [pages, kv_heads, FUT_PAGE_TOKENS, head_dim] */
+  void* v;             /* the same */
+  fut_rows rows;       /* position, slot and page table of the rows; tokens are not used */
+  const float* q_norm; /* device F32 [head_dim], or null */
+  const float* k_norm;
+  fut_attention_shape shape;
+} fut_qkv_output;
+
+typedef struct fut_gemm_call {
+  const void* a;
+  const void* b;
+  int64_t a_stride, b_stride; /* elements */
+  int32_t m, n, k;
+  int32_t format;       /* fut_format of A and B: FUT_E4M3 or FUT_BF16 */
+  int32_t accumulation; /* fut_accumulation, E4M3 only */
+  int32_t epilogue;     /* fut_gemm_epilogue */
+  /* The value that the epilogue sees: sum * (row_factor * rho * a_scale) * channel_scale + bias; null pointers are
+   * left out. rho = 1 / sqrt(sum of the row's square_sums / k + eps). */
+  const float* row_factor;  /* device [m] */
+  const float* square_sums; /* device [m, square_parts] */
+  int32_t square_parts;
+  float eps;
+  const float* a_scale;       /* device [requests] */
+  const int32_t* row_request; /* device [m], the request of each row for a_scale and the output; null: all 0 */
+  const float* channel_scale; /* device [n] */
+  const float* bias;          /* device [n], in the order of B's rows */
+  void* out;                  /* BF16, F32 and RESIDUAL */
+  int64_t out_stride;         /* elements */
+  const void* residual;       /* device BF16 [m, n]; may be `out` */
+  int64_t residual_stride;    /* elements */
+  fut_e4m3_output quantized;  /* RESIDUAL and SWIGLU */
+  float* out_square_sums;     /* RESIDUAL: device F32 [m, ceil(n / 128)] of the BF16 output; or null */
+  const fut_qkv_output* qkv;  /* QKV */
+  int32_t tile_n, cluster;    /* 0: the cost model chooses; else 256 or 128, and 1 or 2 */
+} fut_gemm_call;
+
+/* What the cost model chooses for a card of so many multiprocessors. `head_dim`: of QKV, else 0. */
+typedef struct fut_gemm_tile {
+  int32_t tile_n, cluster, group_m;
+  float clocks; /* what it expects the product to take */
+} fut_gemm_tile;
+
+FUT_API fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format, int32_t head_dim,
+                                 int32_t multiprocessors, fut_gemm_tile* tile);
+FUT_API fut_status fut_gemm(const fut_gemm_call* call, void* stream);
 
 #ifdef __cplusplus
 }

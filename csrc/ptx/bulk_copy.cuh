@@ -28,7 +28,24 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
                : "memory");
 }
 
+// Built with FUT_BOUNDED_WAITS, a wait of more than about a second becomes a launch failure instead of a hang.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+#ifdef FUT_BOUNDED_WAITS
+  constexpr uint32_t kMostClocks = 2'000'000'000;
+  const uint32_t begin = static_cast<uint32_t>(clock());
+  for (uint32_t done = 0; done == 0;) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    if (done == 0 && static_cast<uint32_t>(clock()) - begin > kMostClocks) asm volatile("trap;");
+  }
+#else
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -38,6 +55,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       "}\n" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+#endif
 }
 
 // The address of `pointer`'s place in the shared memory of another CTA of the cluster.

@@ -30,7 +30,7 @@ _LLAMA = ModelSpec(
     ),
     tie_word_embeddings=False,
 )
-#: Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B.
+#: Llama-3.2-1B, Llama-3.1-8B, Llama-3.1-70B and Llama-3.1-405B.
 SHAPES: dict[str, ModelSpec] = {
     "1b": replace(
         _LLAMA,
@@ -42,6 +42,7 @@ SHAPES: dict[str, ModelSpec] = {
     ),
     "8b": _LLAMA,
     "70b": replace(_LLAMA, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64),
+    "405b": replace(_LLAMA, hidden_size=16384, intermediate_size=53248, num_layers=126, num_heads=128),
 }
 #: Format of the head: what conversion for speed stores, whatever the layers are in.
 HEAD_FORMAT = "e4m3"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -35,21 +35,29 @@ def interval_ms(work: Callable[[], object], *, repeats: int, warm_up: int) -> fl
 
 def replay_us(work: Callable[[], object], *, repeats: int) -> float:
     """Median microseconds of work captured into a graph, each replay waited for."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    return interleaved_us({"work": work}, repeats=repeats)["work"]
+
+
+def interleaved_us(works: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
+    """The same for several works that take turns, so that all see the same clocks and the same heat."""
+    graphs = {}
+    for name, work in works.items():
         work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
         torch.cuda.synchronize()
-        times.append(float(begin.elapsed_time(end)) * 1e3)
-    return statistics.median(times)
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            work()
+        graphs[name].replay()
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(float(begin.elapsed_time(end)) * 1e3)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_vo
 from enum import IntEnum
 
 #: What this module was written against: `FUT_ABI_VERSION` of the header.
-ABI_VERSION = 1
+ABI_VERSION = 2
 #: `FUT_PAGE_TOKENS`: tokens of one request that a page of the cache holds.
 PAGE_TOKENS = 64
 
@@ -42,6 +42,23 @@ class Epilogue(IntEnum):
     STORE = 0
     RESIDUAL = 1
     SWIGLU = 2
+
+
+class GemmEpilogue(IntEnum):
+    """`fut_gemm_epilogue`: what `fut_gemm` does with a product."""
+
+    BF16 = 0
+    F32 = 1
+    RESIDUAL = 2
+    SWIGLU = 3
+    QKV = 4
+
+
+class Accumulation(IntEnum):
+    """`fut_accumulation`: how sums of E4M3 products are kept."""
+
+    FAST = 0
+    PROMOTED = 1
 
 
 class Matrix(Structure):
@@ -165,6 +182,72 @@ class Step(Structure):
     )
 
 
+class E4M3Output(Structure):
+    """`fut_e4m3_output`."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("stride", c_int64),
+        ("scale", c_void_p),
+        ("amax", c_void_p),
+        ("saturated", c_void_p),
+    )
+
+
+class QKVOutput(Structure):
+    """`fut_qkv_output`."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("rows", Rows),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("shape", AttentionShape),
+    )
+
+
+class GemmCall(Structure):
+    """`fut_gemm_call`."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("a_stride", c_int64),
+        ("b_stride", c_int64),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("format", c_int32),
+        ("accumulation", c_int32),
+        ("epilogue", c_int32),
+        ("row_factor", c_void_p),
+        ("square_sums", c_void_p),
+        ("square_parts", c_int32),
+        ("eps", c_float),
+        ("a_scale", c_void_p),
+        ("row_request", c_void_p),
+        ("channel_scale", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("residual", c_void_p),
+        ("residual_stride", c_int64),
+        ("quantized", E4M3Output),
+        ("out_square_sums", c_void_p),
+        ("qkv", POINTER(QKVOutput)),
+        ("tile_n", c_int32),
+        ("cluster", c_int32),
+    )
+
+
+class GemmTile(Structure):
+    """`fut_gemm_tile`."""
+
+    _fields_ = (("tile_n", c_int32), ("cluster", c_int32), ("group_m", c_int32), ("clocks", c_float))
+
+
 #: Structures by their names in the header.
 STRUCTS: dict[str, type[Structure]] = {
     "fut_matrix": Matrix,
@@ -175,6 +258,10 @@ STRUCTS: dict[str, type[Structure]] = {
     "fut_sampling": Sampling,
     "fut_decoder_config": DecoderConfig,
     "fut_step": Step,
+    "fut_e4m3_output": E4M3Output,
+    "fut_qkv_output": QKVOutput,
+    "fut_gemm_call": GemmCall,
+    "fut_gemm_tile": GemmTile,
 }
 
 #: Functions that return a status, by their names in the header: types of their arguments.
@@ -193,6 +280,8 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
     ),
     "fut_sample": (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p),
     "fut_read_bandwidth": (c_void_p, c_int64, c_void_p, c_void_p),
+    "fut_gemm_plan": (*(c_int32,) * 6, POINTER(GemmTile)),
+    "fut_gemm": (POINTER(GemmCall), c_void_p),
 }
 #: The others: type of the result, types of the arguments.
 PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
