@@ -24,8 +24,8 @@ import click
 REPOSITORY = Path(__file__).resolve().parent.parent
 #: Test files in the order in which a fault in one explains faults in the next.
 TESTS = (
-    "test_cuda_projection", "test_cuda_attention", "test_cuda_sampling", "test_cuda_backend", "test_bench_on_card",
-    "test_cuda_read_bandwidth", "test_gptq_on_the_card", "test_card_against_cpu",
+    "test_cuda_projection", "test_cuda_attention", "test_cuda_sampling", "test_cuda_backend", "test_gemm", "test_ops",
+    "test_bench_on_card", "test_cuda_read_bandwidth", "test_gptq_on_the_card", "test_card_against_cpu",
 )  # fmt: skip
 
 
@@ -53,6 +53,13 @@ def steps(out: Path, model: Path | None, text: Path | None, calibration: str) ->
         Step("decode", "decode_8b_long", [*decode, "--shape", "8b", "--batch", "1", "--context", "131072"], 60),
         Step("decode", "decode_70b", [*decode, "--shape", "70b", "--layers", "8", "--per-layer"], 60),
         Step("decode", "decode_8b_fp8", [*decode, "--shape", "8b", "--mode", "fp8", "--batch", "1,8"], 60),
+    ]
+    gemm = [*fut_run, "bench", "gemm", "--json", str(out / "gemm.jsonl")]
+    found += [
+        Step("prefill", "gemm_8b", [*gemm, "--shape", "8b", "--rows", "512,2048,8192"], 60),
+        Step("prefill", "gemm_1b", [*gemm, "--shape", "1b", "--rows", "512,2048"], 40),
+        Step("prefill", "gemm_70b", [*gemm, "--shape", "70b", "--rows", "512,2048"], 60),
+        Step("prefill", "gemm_405b", [*gemm, "--shape", "405b", "--rows", "512,2048"], 90),
     ]
     for name, option in (("decode_projections", "--out"), ("attention_decode", "--output"), ("sampling", "--out")):
         command = [python, f"benchmarks/{name}.py", option, str(out / f"{name}.jsonl")]
@@ -103,7 +110,7 @@ def run(step: Step, log: Path) -> str:
 
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--steps", "groups", default="tests,kernels,decode,accuracy,conversion", show_default=True)
+@click.option("--steps", "groups", default="tests,kernels,decode,prefill,accuracy,conversion", show_default=True)
 @click.option("--model", type=click.Path(exists=True, path_type=Path), help="Checkpoint directory for accuracy.")
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="Text to score.")
 @click.option("--calibration-text", default="builtin", show_default=True)

@@ -22,10 +22,15 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<name>[
 _USAGE = re.compile(r"^\s*Function (?P<name>\S+):$")
 _RESOURCES = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+)")
 
-#: Part of a kernel's name -> instructions it must hold. HMMA: tensor cores; UBLKCP: bulk copy into shared memory.
+#: The tensor cores, by warp and by warpgroup (QGMMA: E4M3); copies into shared memory, of bytes and of tiles.
+TENSOR_CORES = ("HMMA", "HGMMA", "QGMMA")
+COPIES = ("UBLKCP", "UTMALDG")
+#: Part of a kernel's name -> instructions it must hold.
 EXPECTED: dict[str, tuple[str, ...]] = {
     "project": ("HMMA", "UBLKCP"),
     "attend": ("HMMA", "UBLKCP"),
+    "gemm<fut::E4m3": ("QGMMA", "UTMALDG", "USETMAXREG"),
+    "gemm<fut::Bf16": ("HGMMA", "UTMALDG", "USETMAXREG"),
 }
 #: Local memory: registers that were spilled, or an array with an index that is not known at compile time.
 FORBIDDEN = ("LDL", "STL")
@@ -125,10 +130,11 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"{library}: {Path(error.cmd[0]).name} failed: {error.stderr.strip()}", file=sys.stderr)
         return 1
-    print(f"{'registers':>9} {'static smem':>11} {'HMMA':>6} {'UBLKCP':>6} {'total':>6}  kernel")
+    print(f"{'registers':>9} {'static smem':>11} {'tensor':>6} {'copies':>6} {'total':>6}  kernel")
     for kernel in kernels:
         counts = kernel.instructions
-        columns = f"{kernel.registers:>9} {kernel.shared_bytes:>11} {counts['HMMA']:>6} {counts['UBLKCP']:>6}"
+        tensor, copies = (sum(counts[name] for name in names) for names in (TENSOR_CORES, COPIES))
+        columns = f"{kernel.registers:>9} {kernel.shared_bytes:>11} {tensor:>6} {copies:>6}"
         print(f"{columns} {counts.total():>6}  {kernel.name}")
     found = problems(kernels)
     for line in found:

@@ -225,8 +225,8 @@ typedef struct fut_gemm_tile {
   float clocks; /* what it expects the product to take */
 } fut_gemm_tile;
 
-FUT_API fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format, int32_t head_dim,
-                                 int32_t multiprocessors, fut_gemm_tile* tile);
+FUT_API fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format, int32_t accumulation,
+                                 int32_t head_dim, int32_t multiprocessors, fut_gemm_tile* tile);
 FUT_API fut_status fut_gemm(const fut_gemm_call* call, void* stream);
 
 #ifdef __cplusplus

@@ -17,12 +17,14 @@ from fut_runtime.artifact.manifest import KVCacheSpec, Manifest
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.bench import decode, model
 from fut_runtime.bench.decode import DecodePlan, DecodeResult, one_layer_bytes
+from fut_runtime.bench.gemm import GemmResult
 from fut_runtime.bench.machine import source_commit
 from fut_runtime.bench.model import step_bytes
 from fut_runtime.bench.random_tensors import fill_cache, fill_weights
 from fut_runtime.bench.shapes import SHAPES, manifest_of, with_layers
 from fut_runtime.cli import main
 from fut_runtime.commands import bench
+from fut_runtime.commands.bench_gemm import print_table
 from fut_runtime.cuda.arena import ArenaPlan
 from fut_runtime.cuda.decoder import Row
 from fut_runtime.cuda.structs import DecoderConfig
@@ -228,3 +230,25 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
 
 def test_a_folder_without_a_repository_has_no_commit(tmp_path: Path) -> None:
     assert source_commit(tmp_path) is None
+
+
+def test_a_product_is_told_in_operations_and_beside_its_peer() -> None:
+    us = {"fut_fp8": 80.0, "fut_fp8_promoted": 100.0, "torch_fp8": 90.0, "fut_bf16": 200.0, "torch_bf16": 190.0}
+    found = GemmResult("qkv", 2048, 6144, 4096, us, {"fut_fp8": "128x2"})
+    line = found.to_json()
+    assert line["teraflops"]["fut_fp8"] == round(2 * 2048 * 6144 * 4096 / 80e-6 / 1e12, 1)  # type: ignore[index]
+    assert line["ratio"] == {"fut_fp8": 1.125, "fut_fp8_promoted": 0.9, "fut_bf16": 0.95}
+    assert line["tiles"] == {"fut_fp8": "128x2"} and json.dumps(line)
+
+
+def test_products_of_an_unknown_shape_are_refused() -> None:
+    run = CliRunner().invoke(main, ["bench", "gemm", "--shape", "9b"])
+    assert run.exit_code == 1 and "'9b', expected one of 1b, 8b, 70b, 405b" in run.output
+    assert "no list of whole numbers" in CliRunner().invoke(main, ["bench", "gemm", "--rows", "0"]).output
+
+
+def test_the_table_of_products_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
+    us = {"fut_fp8": 80.0, "fut_fp8_promoted": 100.0, "torch_fp8": 90.0, "fut_bf16": 200.0, "torch_bf16": 190.0}
+    print_table("8b", "NVIDIA H200", [GemmResult("qkv", 2048, 6144, 4096, us, {})])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "8b, one layer; NVIDIA H200" in output and "qkv 2048 80.0 100.0 90.0 200.0 190.0" in output

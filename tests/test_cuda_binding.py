@@ -13,7 +13,17 @@ import pytest
 from csrc.build import declared_functions
 from fut_runtime.cuda import structs
 from fut_runtime.cuda.library import CudaCallError, Library
-from fut_runtime.cuda.structs import PLAIN_FUNCTIONS, STATUS_FUNCTIONS, STRUCTS, Epilogue, Format, RowOrder, Status
+from fut_runtime.cuda.structs import (
+    PLAIN_FUNCTIONS,
+    STATUS_FUNCTIONS,
+    STRUCTS,
+    Accumulation,
+    Epilogue,
+    Format,
+    GemmEpilogue,
+    RowOrder,
+    Status,
+)
 from fut_runtime.errors import UnsupportedError
 from repository import REPOSITORY
 
@@ -70,6 +80,16 @@ fut_status fut_sample(const float* l, const fut_sampling* s, int32_t* t, int32_t
   (void)l; (void)s; (void)t; (void)w; (void)n; (void)stream;
   return rows == 2 && vocab == 50 ? FUT_OK : FUT_INVALID;
 }
+fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format, int32_t accumulation, int32_t head_dim,
+                         int32_t multiprocessors, fut_gemm_tile* tile) {
+  tile->tile_n = m + n + k;
+  tile->clocks = (float)(format + accumulation + head_dim + multiprocessors);
+  return FUT_OK;
+}
+fut_status fut_gemm(const fut_gemm_call* c, void* stream) {
+  (void)stream;
+  return c->qkv->shape.head_dim == 96 && c->quantized.stride == 5000000000 && c->cluster == 2 ? FUT_OK : FUT_INVALID;
+}
 fut_status fut_read_bandwidth(const void* data, int64_t bytes, uint32_t* checksum, void* stream) {
   (void)data; (void)checksum; (void)stream;
   return bytes == 6000000000 ? FUT_OK : FUT_INVALID;
@@ -123,6 +143,9 @@ def test_constants_are_those_of_the_header(tmp_path: Path) -> None:
     for enum in (Status, Format, RowOrder, Epilogue):
         for member in enum:
             constants[f"FUT_{member.name}"] = member.value
+    for prefix, enum in (("GEMM", GemmEpilogue), ("ACCUMULATE", Accumulation)):
+        for member in enum:
+            constants[f"FUT_{prefix}_{member.name}"] = member.value
     lines = "".join(f'printf("{name} %d\\n", {name});' for name in constants)
     output = run_c(tmp_path, f"int main(void) {{ {lines} return 0; }}")
     assert dict(line.split() for line in output.splitlines()) == {k: str(v) for k, v in constants.items()}
@@ -178,6 +201,13 @@ def test_numbers_cross_the_border_whole(fake: Library) -> None:
     fake.call("fut_decoder_tokens", decoder, numbers, 2, None)
     assert list(numbers) == [0, 10]
     matrix = structs.Matrix()
+    tile = structs.GemmTile()
+    fake.call("fut_gemm_plan", 1, 2, 3, 4, 5, 6, 7, ctypes.byref(tile))
+    assert (tile.tile_n, tile.clocks) == (6, 22)
+    qkv = structs.QKVOutput(shape=structs.AttentionShape(head_dim=96))
+    quantized = structs.E4M3Output(stride=5_000_000_000)
+    call = structs.GemmCall(qkv=ctypes.pointer(qkv), quantized=quantized, cluster=2)
+    fake.call("fut_gemm", ctypes.byref(call), None)
     fake.call("fut_project", ctypes.byref(matrix), None, None, 3, Epilogue.SWIGLU, 0.5, None, 5_000_000_000, None)
 
 
@@ -202,7 +232,7 @@ def test_a_library_that_is_missing_broken_or_of_another_version_is_refused(tmp_p
     (tmp_path / "_fut.so").write_bytes(b"\x7fELF broken")
     with pytest.raises(UnsupportedError, match="cannot be loaded"):
         Library(tmp_path / "_fut.so")
-    with pytest.raises(UnsupportedError, match="has ABI version 99, expected 1"):
+    with pytest.raises(UnsupportedError, match="has ABI version 99, expected 2"):
         Library(fake_library(tmp_path, "-DVERSION=99"))
     with pytest.raises(UnsupportedError, match="has no function fut_"):
         Library(fake_library(tmp_path, "-DOLD"))

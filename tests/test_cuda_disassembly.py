@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,11 @@ def test_counts_instructions_and_resources() -> None:
 
 
 def test_a_kernel_must_hold_what_its_name_promises() -> None:
-    assert problems([Kernel("fut::project_int4<1>"), Kernel("sample")]) == [
+    eight_bit = Kernel("fut::gemm<fut::E4m3, 256>", instructions=Counter(QGMMA=8, USETMAXREG=2))
+    assert problems([Kernel("fut::project_int4<1>"), Kernel("sample"), eight_bit]) == [
         "fut::project_int4<1>: holds no HMMA",
         "fut::project_int4<1>: holds no UBLKCP",
+        "fut::gemm<fut::E4m3, 256>: holds no UTMALDG",
     ]
 
 

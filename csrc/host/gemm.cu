@@ -97,12 +97,14 @@ fut_status run_qkv(const fut_gemm_call& c, const GemmCall& call) {
 }  // namespace
 }  // namespace fut
 
-extern "C" fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format, int32_t head_dim,
-                                    int32_t multiprocessors, fut_gemm_tile* tile) {
+extern "C" fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format, int32_t accumulation,
+                                    int32_t head_dim, int32_t multiprocessors, fut_gemm_tile* tile) {
   using namespace fut;
   if (m < 1 || n < 1 || k < 1 || multiprocessors < 2 || head_dim < 0 || head_dim > 128)
     return fail(FUT_INVALID, "fut_gemm_plan: a size is out of range");
-  const GemmPlan plan = plan_gemm(m, n, int64_t{k} * (format == FUT_BF16 ? 2 : 1), head_dim, multiprocessors);
+  const bool bf16 = format == FUT_BF16;
+  const GemmPlan plan = plan_gemm(
+      {m, n, int64_t{k} * (bf16 ? 2 : 1), head_dim, multiprocessors, !bf16 && accumulation == FUT_ACCUMULATE_PROMOTED});
   *tile = {plan.tile_n, plan.cluster, plan.group_m, plan.clocks};
   return FUT_OK;
 }
@@ -130,7 +132,7 @@ extern "C" fut_status fut_gemm(const fut_gemm_call* c, void* stream) {
   call.scales.square_parts = c->square_parts;
   call.scales.inverse_columns = 1.f / static_cast<float>(c->k);
   call.scales.eps = c->eps;
-  call.plan = {c->tile_n, c->cluster, c->cluster == 0 ? 0 : 2048 / (kGemmTileM * c->cluster), 0.f};
+  call.plan = {c->tile_n, c->cluster, c->cluster == 0 ? 0 : group_rows(c->cluster), 0.f};
   call.stream = static_cast<cudaStream_t>(stream);
   switch (c->epilogue) {
     case FUT_GEMM_BF16:

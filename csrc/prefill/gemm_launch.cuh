@@ -90,7 +90,8 @@ fut_status launch_accumulation(GemmCall call, const typename Epilogue::Params& p
   if (call.plan.tile_n == 0) {
     int count = 0;
     FUT_CHECK(multiprocessor_count(&count));
-    call.plan = plan_gemm(call.m, call.n, int64_t{call.k} * Element::kBytes, Epilogue::kHeadDim, count, kWidest);
+    call.plan = plan_gemm({call.m, call.n, int64_t{call.k} * Element::kBytes, Epilogue::kHeadDim, count,
+                           kAccumulation == Accumulation::kPromoted, kWidest});
   }
   if (call.plan.tile_n == 128) return launch_tile<Element, 128, kAccumulation, Epilogue>(call, params);
   if constexpr (kWidest == 256) return launch_tile<Element, 256, kAccumulation, Epilogue>(call, params);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "../format.h"
 
@@ -21,14 +22,6 @@ struct GemmPlan {
 };
 
 FUT_HD constexpr int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// What a tile costs, in clocks of an SM. Fitted to one H200, cuBLASLt's shapes; benchmarks/NOTES.md, prefill.
-struct GemmCost {
-  static constexpr double kTensorBytes = 32.0;  // bytes of a row of B times 128 rows of A that a clock multiplies
-  static constexpr double kL2Bytes = 44.0;      // bytes a clock and SM from the L2
-  static constexpr double kTileClocks = 2200;   // fill, epilogue and drain of a tile
-  static constexpr double kCardBytes = 2400.0;  // bytes a clock of the whole card from memory
-};
 
 // Tiles walk down group_m rows of tiles, then one column to the right: what is in flight at once is nearly square, so
 // that few distinct rows of A and B pass through the L2. There are less than 2^31 tiles, group * columns included.
@@ -50,37 +43,64 @@ struct TileOrder {
   }
 };
 
+// Clusters' rows of tiles in a group: 2048 rows.
+FUT_HD constexpr int32_t group_rows(int cluster) { return 2048 / (kGemmTileM * cluster); }
+
 // Columns by which tiles advance: whole heads of `head_dim`, where no head may straddle two tiles (0: the tile's own).
 FUT_HD constexpr int tile_step(int tile_n, int head_dim) {
   return head_dim == 0 ? tile_n : tile_n / head_dim * head_dim;
 }
 
-constexpr double gemm_clocks(int64_t m, int64_t n, int64_t k_bytes, int step, int tile_n, int cluster, int sm_count) {
-  const int64_t tiles = ceil_divide(m, kGemmTileM * cluster) * ceil_divide(n, step);
-  const int64_t waves = ceil_divide(tiles, sm_count / cluster);
-  const double stages = static_cast<double>(ceil_divide(k_bytes, kGemmStageBytes));
-  const double tensor = tile_n * kGemmStageBytes / GemmCost::kTensorBytes;
+// What is asked of the model. k_bytes: of a row of A or B. promoted: E4M3 sums, see mainloop.cuh; the tensor cores then
+// need both warpgroups at once, which share a tile of 128 columns instead of taking turns. widest: most columns of a
+// tile.
+struct GemmRequest {
+  int64_t m, n, k_bytes;
+  int head_dim, sm_count;
+  bool promoted;
+  int widest = 256;
+};
+
+// Clocks, fitted to one H200 (benchmarks/results/prefill-gemm-tiles.jsonl; tests/test_gemm_plan.py holds the choices
+// against it).
+struct GemmCost {
+  static constexpr double kColumnStage = 4.0;     // a stage of one column: 128 rows by 128 bytes in the tensor cores
+  static constexpr double kInTurn = 1.033;        // times more where one warpgroup multiplies a whole tile
+  static constexpr double kFinish = 1500.0;       // from a tile's last product to the next tile's first
+  static constexpr double kFinishColumn = 9.4;    // and for each column: the epilogue
+  static constexpr double kL2Bytes = 64.0;        // bytes a clock and SM from the L2
+  static constexpr double kMemoryBytes = 2400.0;  // bytes a clock of the card from memory
+};
+
+constexpr double gemm_clocks(const GemmRequest& r, int tile_n, int cluster) {
+  const int64_t tiles = ceil_divide(r.m, kGemmTileM * cluster) * ceil_divide(r.n, tile_step(tile_n, r.head_dim));
+  const double waves = static_cast<double>(ceil_divide(tiles, r.sm_count / cluster));
+  const double stages = static_cast<double>(ceil_divide(r.k_bytes, kGemmStageBytes));
+  const bool in_turn = tile_n == 128 && !r.promoted;
+  const double tensor = GemmCost::kColumnStage * tile_n * (in_turn ? GemmCost::kInTurn : 1.0);
   const double loaded = (kGemmTileM + static_cast<double>(tile_n) / cluster) * kGemmStageBytes / GemmCost::kL2Bytes;
-  const double compute =
-      static_cast<double>(waves) * (stages * (tensor > loaded ? tensor : loaded) + GemmCost::kTileClocks);
-  const double memory = static_cast<double>((m + n) * k_bytes) / GemmCost::kCardBytes + GemmCost::kTileClocks;
+  const double finish = GemmCost::kFinish + GemmCost::kFinishColumn * tile_n;
+  const double multiply = stages * (tensor > loaded ? tensor : loaded);
+  // Taking turns, the warpgroups hide all epilogues but the last.
+  const double compute = in_turn ? waves * multiply + finish : waves * (multiply + finish);
   // Few SMs do not reach the card's bandwidth.
-  const int64_t busy = tiles * cluster < sm_count ? tiles * cluster : sm_count;
-  const double reached = memory * sm_count / static_cast<double>(busy);
-  return compute > reached ? compute : reached;
+  const int64_t busy = tiles * cluster < r.sm_count ? tiles * cluster : r.sm_count;
+  const double bytes = static_cast<double>((r.m + r.n) * r.k_bytes) * r.sm_count / static_cast<double>(busy);
+  const double memory = bytes / GemmCost::kMemoryBytes + finish;
+  return compute > memory ? compute : memory;
 }
 
-// The cheapest tile, of at most `widest` columns, for A [m, k] and B [n, k] with rows of k_bytes.
-constexpr GemmPlan plan_gemm(int64_t m, int64_t n, int64_t k_bytes, int head_dim, int sm_count, int widest = 256) {
+// The cheapest tile; of equals the narrower, and the pair, which loads less.
+constexpr GemmPlan plan_gemm(const GemmRequest& r) {
   GemmPlan best = {0, 0, 0, 0};
-  for (const int tile_n : {256, 128}) {
-    if (tile_n > widest) continue;
+  double fewest = 0;
+  for (const int tile_n : {128, 256}) {
     for (const int cluster : {2, 1}) {
-      if (cluster == 2 && m <= kGemmTileM) continue;
-      const int step = tile_step(tile_n, head_dim);
-      const double clocks = gemm_clocks(m, n, k_bytes, step, tile_n, cluster, sm_count);
-      if (best.tile_n == 0 || clocks < static_cast<double>(best.clocks))
-        best = {tile_n, cluster, 2048 / (kGemmTileM * cluster), static_cast<float>(clocks)};
+      if (tile_n > r.widest || (cluster == 2 && r.m <= kGemmTileM)) continue;
+      const double clocks = gemm_clocks(r, tile_n, cluster);
+      if (best.tile_n != 0 && clocks >= fewest) continue;
+      fewest = clocks;
+      best = {tile_n, cluster, group_rows(cluster), static_cast<float>(clocks)};
     }
   }
   return best;

@@ -14,7 +14,7 @@ from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.bench.timing import interleaved_us
 from fut_runtime.cuda import gemm
 from fut_runtime.cuda.gemm import E4M3, Scales, Tuning
-from fut_runtime.cuda.structs import Accumulation
+from fut_runtime.cuda.structs import Accumulation, GemmTile
 
 #: Several times the L2, so that weights come from memory.
 _LEAST_BYTES = 256 << 20
@@ -64,20 +64,21 @@ def measure(model: ModelSpec, rows: Sequence[int], device: torch.device) -> Iter
     for module in MODULES:
         n, k = model.module_shape(module)
         for m in rows:
-            us = {}
+            us: dict[str, float] = {}
             for dtype in (E4M3, torch.bfloat16):
                 us |= interleaved_us(_contenders(m, n, k, dtype, device), repeats=REPEATS)
                 torch.cuda.empty_cache()
             copies = _copies(n, k)
             tiles = {
-                name: _tile(m, n, k, dtype, multiprocessors)
-                for name, dtype in (("fut_fp8", E4M3), ("fut_bf16", torch.bfloat16))
+                "fut_fp8": _tile(gemm.plan(m, n, k, E4M3, multiprocessors)),
+                "fut_fp8_promoted": _tile(gemm.plan(m, n, k, E4M3, multiprocessors, Accumulation.PROMOTED)),
+                "fut_bf16": _tile(gemm.plan(m, n, k, torch.bfloat16, multiprocessors)),
             }
             yield GemmResult(module, m, n, k, {name: each / copies for name, each in us.items()}, tiles)
 
 
-def _tile(m: int, n: int, k: int, dtype: torch.dtype, multiprocessors: int) -> str:
-    tile = gemm.plan(m, n, k, dtype, multiprocessors)
+def _tile(tile: GemmTile) -> str:
+    """Columns, and CTAs of a cluster."""
     return f"{tile.tile_n}x{tile.cluster}"
 
 

@@ -1,4 +1,4 @@
-"""`fut-run bench`: what a step takes here, what memory allows, and what stock PyTorch takes in the same run."""
+"""`fut-run bench`: what work takes here, what the card allows, and what stock PyTorch takes in the same run."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fut_runtime.commands.bench_gemm import gemm
+from fut_runtime.commands.options import numbers
+
 if TYPE_CHECKING:
     import torch
 
     from fut_runtime.bench.decode import DecodePlan, DecodeResult
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
-    """`1,8,32` → [1, 8, 32]: whole numbers above zero."""
-    try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise click.BadParameter(f"{value!r} is no list of whole numbers above zero, such as 1,8,32", ctx, param)
-    return numbers
-
-
-@click.group(short_help="Measure decoding against memory and PyTorch.")
+@click.group(short_help="Measure against the card and PyTorch.")
 def bench() -> None:
-    """Measure how fast this card decodes."""
+    """Measure how fast this card decodes, and how fast it multiplies for prompts."""
+
+
+bench.add_command(gemm)
 
 
 @bench.command(short_help="Time decode steps.")
@@ -43,7 +38,7 @@ def bench() -> None:
 @click.option(
     "--batch",
     "batches",
-    callback=_numbers,
+    callback=numbers,
     default="1",
     show_default=True,
     metavar="B,…",
@@ -52,7 +47,7 @@ def bench() -> None:
 @click.option(
     "--context",
     "contexts",
-    callback=_numbers,
+    callback=numbers,
     default="1024",
     show_default=True,
     metavar="N,…",

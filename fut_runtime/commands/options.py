@@ -110,3 +110,14 @@ def _apply(options: tuple[Callable[[Function], Function], ...], function: Functi
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def numbers(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+    """`1,8,32` → [1, 8, 32]: whole numbers above zero."""
+    try:
+        numbers = [int(part) for part in value.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{value!r} is no list of whole numbers above zero, such as 1,8,32", ctx, param)
+    return numbers

@@ -45,7 +45,7 @@ class Scales:
 
     Attributes:
         row_factor: [m].
-        square_sums: [m, parts], partial sums of squares of A's rows before they were quantised; with `eps`, RMSNorm's ρ.
+        square_sums: [m, parts], partial sums of squares of A's rows before quantisation; with `eps`, RMSNorm's ρ.
         a: [requests], the scale of A.
         row_request: int32 [m], the request of each row; None: all belong to request 0.
         channel: [n].
@@ -133,10 +133,20 @@ def padded_empty(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty(rows, -(-columns // step) * step, dtype=dtype, device=device)[:, :columns]
 
 
-def plan(m: int, n: int, k: int, dtype: torch.dtype, multiprocessors: int, head_dim: int = 0) -> GemmTile:
-    """What the cost model chooses for a product; needs no card."""
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    multiprocessors: int,
+    accumulation: Accumulation = Accumulation.FAST,
+    head_dim: int = 0,
+) -> GemmTile:
+    """What the cost model chooses for a product (of `qkv` with a head_dim); needs no card."""
     tile = GemmTile()
-    library().call("fut_gemm_plan", m, n, k, _FORMATS[dtype], head_dim, multiprocessors, ctypes.byref(tile))
+    library().call(
+        "fut_gemm_plan", m, n, k, _FORMATS[dtype], accumulation, head_dim, multiprocessors, ctypes.byref(tile)
+    )
     return tile
 
 

@@ -280,7 +280,7 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
     ),
     "fut_sample": (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p),
     "fut_read_bandwidth": (c_void_p, c_int64, c_void_p, c_void_p),
-    "fut_gemm_plan": (*(c_int32,) * 6, POINTER(GemmTile)),
+    "fut_gemm_plan": (*(c_int32,) * 7, POINTER(GemmTile)),
     "fut_gemm": (POINTER(GemmCall), c_void_p),
 }
 #: The others: type of the result, types of the arguments.

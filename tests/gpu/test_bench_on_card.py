@@ -1,4 +1,4 @@
-"""`fut-run bench decode` on the card: every mode gives times that are possible, and the lines say with what."""
+"""`fut-run bench` on the card: every mode gives times that are possible, and the lines say with what."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def test_a_small_shape_is_measured_in_every_mode(mode: str, tmp_path: Path) -> N
         assert line["step_ms"] < line["host_ms"] * 1.2
         assert line["layer_us"] > 0
         assert 2000 < line["read_GB_per_s"] < 4900
+
+
+def test_products_are_measured_beside_pytorch(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    run = CliRunner().invoke(main, ["bench", "gemm", "--shape", "1b", "--rows", "64,300", "--json", str(file)])
+    assert run.exit_code == 0, run.output
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["module"], line["m"]) for line in lines][:3] == [("qkv", 64), ("qkv", 300), ("o", 64)]
+    for line in lines:
+        assert all(0 < us < 1000 for us in line["us"].values()) and all(0.1 < r < 10 for r in line["ratio"].values())
