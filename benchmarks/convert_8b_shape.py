@@ -160,10 +160,10 @@ def forget(checkpoint: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def convert(checkpoint: Path, out: Path, scale_method: str) -> tuple[dict[str, Any], float, float]:
+def convert(checkpoint: Path, out: Path, scale_method: str, jobs: int) -> tuple[dict[str, Any], float, float]:
     """Convert in a process of its own: the converter's JSON, seconds of wall clock, seconds of CPU."""
     command = [sys.executable, "-c", "from fut_convert.cli import main; main()", str(checkpoint), str(out)]
-    command += ["--no-calibration", "--scale-method", scale_method, "--json"]
+    command += ["--no-calibration", "--scale-method", scale_method, "--jobs", str(jobs), "--json"]
     before, started = os.times(), time.perf_counter()
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
@@ -189,12 +189,12 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def measure(checkpoint: Path, out: Path, scale_method: str) -> dict[str, Any]:
+def measure(checkpoint: Path, out: Path, scale_method: str, jobs: int) -> dict[str, Any]:
     """Convert, and sum up."""
     forget(checkpoint)
     layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
     load = os.getloadavg()[0]
-    result, seconds, cpu_seconds = convert(checkpoint, out, scale_method)
+    result, seconds, cpu_seconds = convert(checkpoint, out, scale_method, jobs)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -203,6 +203,7 @@ def measure(checkpoint: Path, out: Path, scale_method: str) -> dict[str, Any]:
         "load_after": round(os.getloadavg()[0], 2),
         "layers": layers,
         "scale_method": scale_method,
+        "jobs": jobs,
         "input_bytes": result["input_bytes"],
         "output_bytes": result["output_bytes"],
         "process_seconds": round(seconds, 2),
@@ -234,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="decoder layers (default 32)")
     parser.add_argument("--scale-method", default="absmax_7", help="INT4 scales (default absmax_7)")
+    parser.add_argument("--jobs", type=int, default=1, help="layers converted side by side (default 1)")
     parser.add_argument("--checkpoint", type=Path, help="convert this one, kept earlier, instead of writing one")
     parser.add_argument("--workdir", type=Path, help="where to write; a temporary directory by default")
     parser.add_argument("--keep", action="store_true", help="leave checkpoint and artifact in the work directory")
@@ -249,7 +251,7 @@ def main() -> None:
             started = time.perf_counter()
             total = write_checkpoint(checkpoint, arguments.layers)
             print(f"checkpoint: {total / 1e9:.2f} GB written in {time.perf_counter() - started:.0f} s", flush=True)
-        line = measure(checkpoint, workdir / "artifact", arguments.scale_method)
+        line = measure(checkpoint, workdir / "artifact", arguments.scale_method, arguments.jobs)
     finally:
         if arguments.keep:
             print(f"kept: {workdir}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,13 @@ from fut_convert.checkpoint_model import (
 )
 from fut_convert.errors import ConvertError
 from fut_convert.gptq_layers import GptqLayers
-from fut_convert.kept_codes import head_name, is_kept, load_kept_codes
+from fut_convert.job_process import LayerDone
+from fut_convert.kept_codes import head_name
+from fut_convert.layer_jobs import LayerJobs
 from fut_convert.manifest import solved_by_gptq
+from fut_convert.module_conversion import LayerWork, ModuleConverter
 from fut_convert.plan import Plan
-from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
+from fut_convert.quantize.module import Int4Codes
 from fut_convert.read_ahead import ReadAhead
 from fut_convert.reading_order import EMBEDDING_STEP, layer_step
 from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace
@@ -34,6 +37,8 @@ from fut_convert.sources import Source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM
 from fut_convert.steps import StepClock
 from fut_convert.workers import Workers
+from fut_runtime.artifact.layout import weight_tensors
+from fut_runtime.artifact.manifest import WEIGHT_FORMATS
 from fut_runtime.artifact.progress import Progress as SavedProgress
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.writer import ArtifactWriter
@@ -70,6 +75,9 @@ class Conversion:
         self.calibration: Calibration | None = None
         self.gptq: GptqLayers | None = None
         self.embed_amax = 0.0
+        self.converter = ModuleConverter(source, plan.manifest, writer.write_rows, workers, device, clock)
+        #: Processes that convert layers, where there are any; they report to `layer_done`.
+        self.jobs: LayerJobs | None = None
 
     def __enter__(self) -> Conversion:
         return self
@@ -103,12 +111,15 @@ class Conversion:
             self._enter(layer_step(layer))
             self._layer(layer)
             if pace.due:
-                with pace.saving(), self.clock("save"):
-                    self.writer.save(self._state(layer + 1), self._tensors())
+                with pace.saving():
+                    self._wait_for_jobs()
+                    with self.clock("save"):
+                        self.writer.save(self._state(layer + 1), self._tensors())
         self.progress(layers + 1, layers + 2, "head")
         if saved is None or not saved.state["head_done"]:
             self._enter(layer_step(layers))
             self._head()
+            self._wait_for_jobs()
             with self.clock("save"):
                 self.writer.save(self._state(layers, head_done=True))
         self._enter(layer_step(layers) + 1)
@@ -119,6 +130,11 @@ class Conversion:
         if self.plan.stream is not None:
             with self.clock("fetch"):
                 self.source.enter(step)
+
+    def _wait_for_jobs(self) -> None:
+        if self.jobs is not None:
+            with self.clock("wait"):
+                self.jobs.drain()
 
     @property
     def outcomes(self) -> dict[str, dict[str, Any]]:
@@ -216,15 +232,24 @@ class Conversion:
         if self.calibration is None:
             scales = uncalibrated_scales(self.model, self.embed_amax, self.plan.recipe.activation.margin)
             self.write(f"{prefix}.activation_scale", scales[layer])
-            for module in MODULES:
-                rows = stacked_rows(self.source, weight_names(layer, module))
-                kept = self._kept_codes(f"{prefix}.{module}", weight_names(layer, module))
-                self._module(f"{prefix}.{module}", rows, gains.get(module), None, kept)
+            work = LayerWork(layer, frozenset(WEIGHT_FORMATS), None)
+            if self.jobs is not None:
+                self.jobs.submit(work)
+            else:
+                self.module_error |= self.converter.layer(work)
             return
         weights = {m: module_weight(self.load, layer, m) for m in MODULES}
         self.reader.announce(layer + 1)
         own = calibration_layer(weights, gains, biases, norms, self.device)
-        brought = {m: self._kept_codes(f"{prefix}.{m}", weight_names(layer, m)) for m in MODULES}
+        # Other processes read the checkpoint's codes themselves, and choose none of GPTQ's, which depend on what came
+        # before.
+        theirs: frozenset[str] = frozenset()
+        if self.jobs is not None:
+            theirs = frozenset(WEIGHT_FORMATS) - ({"int4"} if self.gptq is not None else set())
+        ours = {m: [f for f in self.converter.formats(f"{prefix}.{m}") if f not in theirs] for m in MODULES}
+        brought = {
+            m: self.converter.kept_codes(f"{prefix}.{m}", weight_names(layer, m)) for m in MODULES if "int4" in ours[m]
+        }
         chosen = {module: codes for module, codes in brought.items() if codes is not None}
         if self.gptq is not None:
             # Before the checkpoint's windows advance: the quantized layer is to reproduce what it makes of them.
@@ -235,10 +260,13 @@ class Conversion:
         statistics = self._calibrate(layer, own)
         del own
         self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
-        for module in MODULES:
-            rows = rows_of(weights.pop(module))
-            moment = statistics.second_moment[module]
-            self._module(f"{prefix}.{module}", rows, gains.get(module), moment, chosen.pop(module, None))
+        if self.jobs is not None:
+            self.jobs.submit(LayerWork(layer, theirs, statistics.second_moment))
+        for module, formats in ours.items():
+            rows, moment = rows_of(weights.pop(module)), statistics.second_moment[module]
+            if formats:
+                codes = chosen.pop(module, None)
+                self._module(f"{prefix}.{module}", rows, gains.get(module), moment, codes, formats)
 
     def _calibrate(self, layer: int, own: LayerWeights) -> LayerStatistics:
         assert self.calibration is not None
@@ -252,39 +280,30 @@ class Conversion:
                 )
         return statistics
 
-    def _kept_codes(self, name: str, matrices: Sequence[str]) -> Int4Codes | None:
-        """The checkpoint's own codes of a module that keeps them."""
-        spec = self.plan.manifest.weights[name].get("int4")
-        if spec is None or not is_kept(spec):
-            return None
-        with self.clock("read"):
-            return load_kept_codes(self.source, matrices, spec, self.device)
-
     def _module(
-        self, name: str, rows: Rows, gain: Tensor | None, moment: Tensor | None, int4: Int4Codes | None = None
+        self,
+        name: str,
+        rows: Rows,
+        gain: Tensor | None,
+        moment: Tensor | None,
+        int4: Int4Codes | None,
+        formats: Collection[str] | None = None,
     ) -> None:
-        """Convert a matrix a block of rows at a time, each read, quantized and written by one of the workers."""
-        specs = self.plan.manifest.weights[name]
-        quantizer = ModuleQuantizer(specs, gain=gain, second_moment=moment, int4=int4, device=self.device)
-
-        def convert_block(block: RowBlock) -> dict[str, Tensor]:
-            with self.clock("read"):
-                parts = [rows(start, stop) for start, stop in block.ranges]
-            try:
-                with self.clock("quantize"):
-                    done = quantizer.quantize(block, parts)
-            except ConvertError as error:
-                raise type(error)(f"{name}: {error}") from error
-            with self.clock("write"):
-                for suffix, (first, part) in done.tensors.items():
-                    self.writer.write_rows(f"{name}.{suffix}", first, part)
-            return done.squares
-
-        squares = self.workers.map(convert_block, quantizer.blocks())
-        for weight_format in specs:
-            self.module_error[f"{name}.{weight_format}"] = relative_error(block[weight_format] for block in squares)
+        """Convert a module here, and note its errors; see `ModuleConverter.convert`."""
+        self.module_error |= self.converter.convert(name, rows, gain, moment, int4, formats)
         if self.gptq is not None and name in self.gptq.outcomes:
             self.module_error[f"{name}.int4"] = self.gptq.outcomes[name]["weighted_error"] ** 0.5
+
+    def layer_done(self, work: LayerWork, done: LayerDone) -> None:
+        """Count what a process has written."""
+        self.module_error |= done.errors
+        self.clock.add(done.seconds)
+        with self.clock("write"):
+            for module in MODULES:
+                name = f"layers.{work.layer}.{module}"
+                for weight_format, spec in self.plan.manifest.weights[name].items():
+                    if weight_format in work.formats:
+                        self.writer.count_written(tensor.name for tensor in weight_tensors(name, spec))
 
     def _head(self) -> None:
         if "head" not in self.plan.manifest.weights:
@@ -292,7 +311,7 @@ class Conversion:
         moment = None if self.calibration is None else self.calibration.head_second_moment()
         matrices = [head_name(self.model)]
         rows = stacked_rows(self.source, matrices)
-        gain, chosen = self.load(FINAL_NORM).float(), self._kept_codes("head", matrices)
+        gain, chosen = self.load(FINAL_NORM).float(), self.converter.kept_codes("head", matrices)
         if chosen is None and self.gptq is not None and "int4" in self.plan.manifest.weights["head"]:
             with self.clock("gptq"):
                 chosen = self.gptq.head(rows(0, self.model.vocab_size), gain)

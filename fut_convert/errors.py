@@ -29,6 +29,14 @@ class HubError(ConvertError, fut_runtime.errors.HubError):
     """A model could not be fetched from the Hub: unknown, gated, offline or out of reach."""
 
 
+class JobError(ConvertError):
+    """One of several processes that convert side by side died."""
+
+
+#: What a later run may not meet again, so that what is done is worth keeping.
+PASSING_ERRORS = (ReadError, HubError, JobError)
+
+
 class RecipeError(ConvertError):
     """A recipe or an option is unknown, of the wrong type, or contradicts another."""
 

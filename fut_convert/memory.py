@@ -110,6 +110,23 @@ def estimate_host_bytes(
     return fixed + max(layer, embedding, reported)
 
 
+def job_threads(jobs: int) -> int:
+    """Threads of each of so many processes that convert layers side by side."""
+    return max(1, torch.get_num_threads() // jobs)
+
+
+def job_bytes(source: Source, manifest: Manifest, jobs: int) -> int:
+    """What the processes take that convert layers side by side; nothing where there is only this one."""
+    if jobs == 1:
+        return 0
+    weights = _module_weights(manifest.model)
+    block = min(block_weights(torch.device("cpu")), max(weights.values()))
+    one = _PROCESS_BYTES + (job_threads(jobs) + 1) * (_WORKER_BYTES + _CPU_BLOCK_BYTES * block)
+    if source.quantized:
+        one += _DEQUANTIZED_BYTES * max(weights.values())
+    return jobs * one
+
+
 def report_bytes(
     manifest: Manifest,
     device: torch.device,

@@ -9,7 +9,7 @@ import torch
 from fut_convert.activation_store import PLACES
 from fut_convert.calibration_text import CalibrationWindows
 from fut_convert.device_memory import device_memory
-from fut_convert.memory import available_bytes, estimate_host_bytes, report_bytes
+from fut_convert.memory import available_bytes, estimate_host_bytes, job_bytes, report_bytes
 from fut_convert.sources import Source
 from fut_runtime.artifact.manifest import Manifest
 
@@ -74,17 +74,20 @@ def plan_memory(
     *,
     depth: CalibrationWindows | None = None,
     evaluation: CalibrationWindows | None = None,
+    jobs: int = 1,
 ) -> MemoryPlan:
     """Place the activations in the fastest memory that has room for them beside everything else.
 
-    `depth` and `evaluation` are what the report measures on.
+    `depth` and `evaluation` are what the report measures on. More than one of `jobs` are processes beside this one.
     """
     shape = None if windows is None else (windows.ids.shape[0], windows.ids.shape[1])
     running = report_bytes(manifest, device, depth=depth, evaluation=evaluation)
     needed = device_memory(manifest, shape, device, running)
     host_limit = budget.host if budget.host is not None else available_bytes()
+    beside = job_bytes(source, manifest, jobs)
     host = {
-        place: estimate_host_bytes(source, manifest, windows, device, place, depth=depth, evaluation=evaluation)
+        place: beside
+        + estimate_host_bytes(source, manifest, windows, device, place, depth=depth, evaluation=evaluation)
         for place in PLACES
     }
     device_limit = None

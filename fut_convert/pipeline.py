@@ -6,15 +6,19 @@ The module is not called `convert`, so that `fut_convert.convert` can be the fun
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fut_convert.conversion import Conversion, Progress
-from fut_convert.errors import ConvertError, HubError, ReadError
-from fut_convert.memory import peak_host_bytes
+from fut_convert.errors import PASSING_ERRORS, ConvertError
+from fut_convert.job_process import JobSetup
+from fut_convert.layer_jobs import LayerJobs
+from fut_convert.memory import job_threads, peak_host_bytes
 from fut_convert.memory_budget import MemoryBudget
 from fut_convert.plan import LOG_FILE, Plan, make_plan
 from fut_convert.read_ahead import ReadAhead
@@ -52,14 +56,18 @@ def plan_conversion(
     evaluate: str | Path | None = None,
     evaluate_windows: int | None = None,
     stream: bool = False,
+    jobs: int = 1,
 ) -> Plan:
     """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`."""
     resolved = load_recipe(recipe, overrides)
     budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows, stream)
+    _check_jobs(jobs, device, stream)
     check_unlocked(Path(out))
     with open_source(model, revision=revision, token=token, stream=stream) as source:
-        return make_plan(source, resolved, Path(out), _device(device), budget, overwrite=overwrite, report=options)
+        return make_plan(
+            source, resolved, Path(out), _device(device), budget, overwrite=overwrite, report=options, jobs=jobs
+        )
 
 
 def convert(
@@ -79,6 +87,7 @@ def convert(
     evaluate: str | Path | None = None,
     evaluate_windows: int | None = None,
     stream: bool = False,
+    jobs: int = 1,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     on_resume: Callable[[int, int], None] | None = None,
@@ -104,6 +113,8 @@ def convert(
         evaluate_windows: score only so many windows of it, the first.
         stream: Hub only: fetch the weights shard by shard while they are converted, and let go each that is done. The
             report then has nothing to measure the artifact against.
+        jobs: layers that are converted side by side, on a CPU, by processes of their own where it is more than one. It
+            changes no byte.
         progress, on_plan: callbacks.
         on_resume: called as on_resume(layers done, layers) where it goes on from an interrupted conversion.
 
@@ -116,11 +127,14 @@ def convert(
     budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows, stream)
     progress = progress or (lambda *_: None)
+    _check_jobs(jobs, device, stream)
     # A model on the Hub is not fetched only to find this out.
     check_unlocked(Path(out))
     with StepClock(device) as clock, open_source(model, revision=revision, token=token, stream=stream) as source:
         with clock("plan"):
-            plan = make_plan(source, resolved, Path(out), device, budget, overwrite=overwrite, report=options)
+            plan = make_plan(
+                source, resolved, Path(out), device, budget, overwrite=overwrite, report=options, jobs=jobs
+            )
         if on_plan is not None:
             on_plan(plan)
         plan.require_feasible()
@@ -135,10 +149,10 @@ def convert(
                 conversion = Conversion(source, reader, plan, writer, workers, device, clock, progress)
                 try:
                     source.begin(ReadingOrder(plan.manifest), writer.input_directory, conversion.first_step)
-                    with conversion:
+                    with conversion, _processes(jobs, conversion, shard_bytes) as conversion.jobs:
                         conversion.run()
                 except ConvertError as error:
-                    if not isinstance(error, (ReadError, HubError)):
+                    if not isinstance(error, PASSING_ERRORS):
                         # Of the checkpoint, the recipe or the text: the next run would end here too, or be another one.
                         writer.forget()
                     raise
@@ -147,6 +161,7 @@ def convert(
                     writer.copy_side_file(content, name)
                 path = writer.seal()
             module_error, outcomes = conversion.module_error, conversion.outcomes
+            beside = 0 if conversion.jobs is None else conversion.jobs.peak_bytes
             # What the layers left in memory is not needed any more, and running them again takes some.
             del conversion
             with finishing(path):
@@ -158,7 +173,7 @@ def convert(
                     plan=plan,
                     seconds=clock.elapsed,
                     step_seconds=clock.seconds,
-                    peak_memory_bytes=peak_host_bytes(),
+                    peak_memory_bytes=peak_host_bytes() + beside,
                     peak_device_bytes=clock.device_peak,
                     module_error=module_error,
                     gptq=outcomes,
@@ -173,6 +188,31 @@ def convert(
                 log = {**result.to_dict(), "path": path.name}
                 writer.write_log(LOG_FILE, json.dumps(log, indent=2) + "\n")
     return result
+
+
+def _check_jobs(jobs: int, device: str | torch.device, stream: bool) -> None:
+    if jobs < 1:
+        raise ConvertError(f"jobs is {jobs}, expected 1 or more")
+    if jobs > 1 and _device(device).type != "cpu":
+        raise ConvertError("--jobs shares the layers out over processes on a CPU; a GPU converts one after the other")
+    if jobs > 1 and stream:
+        raise ConvertError("--jobs reads several layers at a time, of which --stream has one: leave one of them out")
+
+
+def _processes(jobs: int, conversion: Conversion, shard_bytes: int) -> AbstractContextManager[LayerJobs | None]:
+    """The processes that a conversion shares its layers with."""
+    if jobs == 1:
+        return nullcontext()
+    writer = conversion.writer
+    setup = JobSetup(
+        parent=os.getpid(),
+        checkpoint=conversion.source.location,
+        manifest=writer.manifest.to_json(),
+        base=writer.path,
+        max_shard_bytes=shard_bytes,
+        threads=job_threads(jobs),
+    )
+    return LayerJobs(jobs, setup, (writer.lock,), conversion.layer_done)
 
 
 def _report_options(report: bool, evaluate: str | Path | None, windows: int | None, stream: bool) -> ReportOptions:

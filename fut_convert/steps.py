@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -66,6 +66,12 @@ class StepClock:
         with self._lock:
             self._look()
             return self._device_peak
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds by step that another process took."""
+        with self._lock:
+            for step, taken in seconds.items():
+                self.seconds[step] = self.seconds.get(step, 0.0) + taken
 
     @contextmanager
     def __call__(self, step: str) -> Iterator[None]:

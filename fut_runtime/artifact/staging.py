@@ -69,6 +69,13 @@ class StagingDirectory:
             self.abort()
             raise
 
+    @property
+    def lock(self) -> int:
+        """Descriptor of the lock, while it is held."""
+        if self._lock is None:
+            raise ValueError(f"{self.path} is not locked any more")
+        return self._lock
+
     def publish(self) -> Path:
         """Flush directories, rename to OUT and release the lock; returns OUT.
 

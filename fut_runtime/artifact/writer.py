@@ -115,6 +115,11 @@ class ArtifactWriter:
         return self._base
 
     @property
+    def lock(self) -> int:
+        """Descriptor of the lock: a process that inherits it keeps others out for as long as it lives."""
+        return self._staging.lock
+
+    @property
     def missing(self) -> list[str]:
         """Tensors not written yet, in file order."""
         return [name for name, (shard, _) in self._places.items() if name not in shard.written]
@@ -161,14 +166,25 @@ class ArtifactWriter:
             parts.starts.add(start)
             parts.claimed += count
         shard.write(place, rows, start * (spec.nbytes // spec.shape[0]))
-        with self._lock, os_errors(shard.path, "cannot be read back or flushed"):
+        with self._lock:
             parts.written += count
-            if parts.written < spec.shape[0]:
-                return
-            before = shard.front
-            shard.advance(name)
-            if shard.front > before:
-                self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
+            if parts.written == spec.shape[0]:
+                self._advance(shard, name)
+
+    def count_written(self, names: Iterable[str]) -> None:
+        """Take tensors for written, as they are by another process through `ShardRows`.
+
+        Raises:
+            ArtifactError: unknown name, or written already.
+        """
+        for name in names:
+            shard, place = self._place(name)
+            with self._lock:
+                if name in self._parts:
+                    raise ArtifactError(f"{shard.path}: tensor {name}: written already")
+                rows = place.spec.shape[0]
+                self._parts[name] = _Parts(claimed=rows, written=rows)
+                self._advance(shard, name)
 
     def save(self, state: Mapping[str, Any], tensors: Mapping[str, Iterable[Tensor]] | None = None) -> None:
         """Record that every tensor begun is whole, so that another writer can go on from here.
@@ -288,6 +304,14 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+    def _advance(self, shard: OpenShard, name: str) -> None:
+        """Have hashed what a tensor that is whole now has closed the last gap before."""
+        before = shard.front
+        with os_errors(shard.path, "cannot be read back or flushed"):
+            shard.advance(name)
+            if shard.front > before:
+                self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
 
     def _hash_fronts(self) -> None:
         """Have what an interrupted writer has written hashed."""
