@@ -1,21 +1,39 @@
-"""Operands of prefill's products in poisoned memory, and the products in FP64, for tests on a card."""
+"""Operands of prefill's products in poisoned memory, and the products in FP64."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-DEVICE = "cuda"
 E4M3 = torch.float8_e4m3fn
+_device = "cuda"
+
+
+def device() -> str:
+    """Where tensors are made: a card, unless `emulated` is in force."""
+    return _device
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Tensors lie on the CPU, where the emulation runs the kernels."""
+    global _device  # noqa: PLW0603
+    _device = "cpu"
+    try:
+        yield
+    finally:
+        _device = "cuda"
 
 
 def poisoned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """NaN [rows, columns], its rows a multiple of 16 bytes apart and NaN between and below them."""
     step = 16 // dtype.itemsize
     stride = -(-columns // step) * step + step
-    whole = torch.empty(rows + 2, stride, dtype=dtype, device=DEVICE)
+    whole = torch.empty(rows + 2, stride, dtype=dtype, device=device())
     # E4M3 has one NaN, 0x7f; FF in every byte is one of the others'.
     whole.view(torch.uint8).fill_(0x7F if dtype == E4M3 else 0xFF)
     return whole[:rows, :columns]
@@ -25,15 +43,15 @@ def untouched(matrix: Tensor) -> bool:
     """Whether all that lies between and below the rows of a `poisoned` matrix is still NaN."""
     base = matrix._base
     assert base is not None
-    outside = torch.ones(base.shape, dtype=torch.bool, device=DEVICE)
+    outside = torch.ones(base.shape, dtype=torch.bool, device=device())
     outside[: matrix.shape[0], : matrix.shape[1]] = False
     return bool(base.float().isnan()[outside].all())
 
 
 def operand(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Random numbers of about one in poisoned memory, with a channel of outliers."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    x = torch.randn(rows, columns, generator=generator, device=DEVICE)
+    generator = torch.Generator(device()).manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator, device=device())
     x[:, columns // 3] *= 20
     out = poisoned(rows, columns, dtype)
     out.copy_(x.clamp(-448, 448))
@@ -42,8 +60,8 @@ def operand(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def vector(size: int, seed: int) -> Tensor:
     """Positive factors, F32 [size]."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.rand(size, generator=generator, device=DEVICE) + 0.25
+    generator = torch.Generator(device()).manual_seed(seed)
+    return torch.rand(size, generator=generator, device=device()) + 0.25
 
 
 @dataclass(frozen=True)

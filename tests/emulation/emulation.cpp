@@ -27,6 +27,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(kStackBytes);
   uint64_t gathered[32];
+  void* local = nullptr;  // fiber_local(); fibers are kept, and what is theirs with them
   bool done = false;
 };
 
@@ -42,7 +43,7 @@ struct Rendezvous {
 };
 
 struct Cta {
-  alignas(128) uint8_t shared[kSharedBytes];
+  alignas(1024) uint8_t shared[kSharedBytes];
   std::vector<Warp> warps;
   std::map<int, Rendezvous> barriers;
 };
@@ -54,9 +55,7 @@ struct Barrier {
 };
 
 struct Copy {
-  void* to;
-  const void* from;
-  std::vector<uint8_t> value;
+  std::function<void()> land;
   uint32_t bytes;
   uint64_t* barrier;
 };
@@ -100,7 +99,7 @@ void settle(Barrier& barrier) {
 void land(size_t index) {
   const Copy copy = std::move(copies[index]);
   copies.erase(copies.begin() + static_cast<long>(index));
-  std::memcpy(copy.to, copy.value.empty() ? copy.from : copy.value.data(), copy.bytes);
+  copy.land();
   Barrier& barrier = barriers.at(copy.barrier);
   barrier.bytes -= copy.bytes;
   settle(barrier);
@@ -249,14 +248,26 @@ void copy_later(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
     std::abort();
   }
   std::memset(to, 0xff, bytes);
-  copies.push_back({to, from, {}, bytes, barrier});
+  land_later([=] { std::memcpy(to, from, bytes); }, bytes, barrier);
+}
+
+void land_later(std::function<void()> land, uint32_t bytes, uint64_t* barrier) {
+  copies.push_back({std::move(land), bytes, barrier});
   progress = true;
+}
+
+int cluster_rank() { return current / block_threads; }
+
+void* fiber_local(void* (*make)()) {
+  void*& local = fibers[current]->local;
+  if (local == nullptr) local = make();
+  return local;
 }
 
 void store_later(void* to, const void* value, uint32_t bytes, uint64_t* barrier) {
   const auto* first = static_cast<const uint8_t*>(value);
-  copies.push_back({to, nullptr, std::vector<uint8_t>(first, first + bytes), bytes, barrier});
-  progress = true;
+  land_later([to, copy = std::vector<uint8_t>(first, first + bytes)] { std::memcpy(to, copy.data(), copy.size()); },
+             bytes, barrier);
 }
 
 }  // namespace emulation

@@ -14,11 +14,13 @@ HERE = Path(__file__).resolve().parent
 #: Everything of a step but the choice of tokens.
 SOURCES = (
     "decode/projection.cu", "decode/attention.cu", "decode/embed.cu",
-    "host/decoder.cu", "host/project.cu", "host/error.cu",
+    "host/decoder.cu", "host/project.cu", "host/error.cu", "host/gemm.cu", "prefill/tensor_map.cu",
+    "prefill/gemm_store_bf16.cu", "prefill/gemm_store_f32.cu", "prefill/gemm_residual.cu", "prefill/gemm_swiglu.cu",
+    "prefill/gemm_qkv.cu",
 )  # fmt: skip
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-x", "c++")
 
-_SHARED = re.compile(r"extern __shared__ __align__\(128\) uint8_t shared\[\];")
+_SHARED = re.compile(r"extern __shared__ __align__\(\d+\) uint8_t (\w+)\[\];")
 _LAUNCH = re.compile(r"(\w+)<<<(.*?)>>>\(", re.DOTALL)
 
 
@@ -26,9 +28,9 @@ def translate(tree: Path) -> None:
     """Turn a copy of csrc into C++: the emulation's PTX, and what only nvcc understands in other words."""
     shutil.rmtree(tree / "ptx")
     shutil.copytree(HERE / "ptx", tree / "ptx")
-    for path in [*(tree / "decode").iterdir(), *(tree / "host").iterdir()]:
+    for path in (path for folder in ("decode", "host", "prefill") for path in (tree / folder).iterdir()):
         text = path.read_text(encoding="utf-8")
-        text = _SHARED.sub("uint8_t* const shared = emulation::shared_memory();", text)
+        text = _SHARED.sub(r"uint8_t* const \1 = emulation::shared_memory();", text)
         text = _LAUNCH.sub(r"emulated_call(\1, \2, ", text)
         if "asm" in re.findall(r"\w+", text):
             raise AssertionError(f"{path.name} holds assembly: move it to csrc/ptx and give the emulation its twin")

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "cuda.h"
 #include "emulation.h"
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
@@ -83,6 +84,15 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel, const cudaLaunchC
   *count = std::max(1, emulated_multiprocessors() / static_cast<int>(config->attrs[0].val.clusterDim.x));
   return cudaSuccess;
 }
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault };
+// The one function of the driver that is asked for.
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned, int,
+                                                    cudaDriverEntryPointQueryResult* result) {
+  *result = cudaDriverEntryPointSuccess;
+  return *found = reinterpret_cast<void*>(&cuTensorMapEncodeTiled), cudaSuccess;
+}
+
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "emulated error"; }
 inline const char* cudaGetErrorName(cudaError_t) { return "emulated error"; }

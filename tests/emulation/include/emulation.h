@@ -79,6 +79,9 @@ bool barrier_passed(uint64_t* barrier, uint32_t parity);
 // Lands some time later, then counts its bytes at the barrier. `value` is copied at once, `source` when it lands.
 void copy_later(void* to, const void* source, uint32_t bytes, uint64_t* barrier);
 void store_later(void* to, const void* value, uint32_t bytes, uint64_t* barrier);
+void land_later(std::function<void()> land, uint32_t bytes, uint64_t* barrier);
+int cluster_rank();                  // of the calling thread's CTA
+void* fiber_local(void* (*make)());  // one object a thread, made when it is first asked for
 
 template <class T>
 inline uint64_t bits(T value) {
@@ -127,6 +130,12 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   const uint64_t* all = emulation::warp_gather(value);
   return static_cast<unsigned>(*std::max_element(all, all + 32));
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  const uint64_t* all = emulation::warp_gather(value);
+  unsigned sum = 0;
+  for (int i = 0; i < 32; ++i) sum += static_cast<unsigned>(all[i]);
+  return sum;
+}
 inline void __syncwarp() { emulation::warp_gather(0); }
 inline void __syncthreads() { emulation::cta_barrier(0, static_cast<int>(blockDim.x)); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
@@ -145,6 +154,14 @@ inline float __fsub_rn(float a, float b) {
   volatile float difference = a - b;
   return difference;
 }
+inline float __frcp_rn(float value) { return 1.0f / value; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) picked |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return picked;
+}
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 template <class T>
 inline T __ldcg(const T* from) {
@@ -158,5 +175,17 @@ inline T __ldg(const T* from) {
 inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
   const uint32_t before = *to;
   *to = before >= last ? 0 : before + 1;
+  return before;
+}
+template <class T>
+inline T atomicMax(T* to, T value) {
+  const T before = *to;
+  *to = std::max(before, value);
+  return before;
+}
+template <class T>
+inline T atomicAdd(T* to, T value) {
+  const T before = *to;
+  *to += value;
   return before;
 }
