@@ -1,9 +1,12 @@
-"""A paged cache on the card with requests in it, the kernel's attention over it, and the reference backend's."""
+"""A paged cache with requests in it, the kernel's attention over it, and the reference backend's."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +24,12 @@ from kv_blocks import PAGE_TOKENS, block_bytes, pack_bf16, pack_int4, unpack_bf1
 
 EPS = 1e-5
 FUNCTIONS = ("fut_attention", "fut_attention_workspace_bytes", "fut_kv_block_bytes", "fut_last_error")
+Functions = Mapping[str, Callable[..., Any]]
 
 
-def functions() -> dict[str, ctypes._CFuncPtr]:
-    """The library's functions that attention needs."""
-    handle = ctypes.CDLL(str(LIBRARY_FILE))
+def functions(file: Path = LIBRARY_FILE) -> Functions:
+    """The functions of a library that attention needs."""
+    handle = ctypes.CDLL(str(file))
     found = {}
     for name in FUNCTIONS:
         function = getattr(handle, name)
@@ -55,7 +59,7 @@ class Shape:
 
     @property
     def signs(self) -> Tensor:
-        return sylvester_hadamard(self.head_dim & -self.head_dim).cuda()
+        return sylvester_hadamard(self.head_dim & -self.head_dim)
 
     @property
     def channels(self) -> int:
@@ -73,7 +77,7 @@ class Request:
 
 @dataclass
 class Step:
-    """Inputs of a launch, all on the card, and what belongs to each row. Whatever nobody wrote is NaN."""
+    """Inputs of a launch, all on one device, and what belongs to each row. Whatever nobody wrote is NaN."""
 
     shape: Shape
     requests: list[Request]
@@ -90,11 +94,18 @@ class Step:
     sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    call: Functions
     workspace: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        size = functions()["fut_attention_workspace_bytes"](self._attention_shape(), 64)
-        self.workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        size = self.call["fut_attention_workspace_bytes"](self._attention_shape(), 64)
+        # The library asks for 256 bytes of alignment, which host memory may lack.
+        raw = torch.zeros(size + 256, dtype=torch.uint8, device=self.device)
+        self.workspace = raw[-raw.data_ptr() % 256 :][:size]
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
 
     def _attention_shape(self) -> AttentionShape:
         s = self.shape
@@ -104,9 +115,9 @@ class Step:
     def run(self, rows: list[int] | None = None, chunked: bool = False) -> Tensor:
         """Attention of some rows (default all): BF16 [rows, heads · head_dim]. Appends to the pool."""
         s = self.shape
-        chosen = torch.tensor(range(len(self.request_of_row)) if rows is None else rows, device="cuda")
+        chosen = torch.tensor(range(len(self.request_of_row)) if rows is None else rows, device=self.device)
         qkv, position, slot = (t[chosen].contiguous() for t in (self.qkv, self.position, self.slot))
-        out = torch.full((len(chosen), s.heads * s.head_dim), torch.nan, dtype=torch.bfloat16, device="cuda")
+        out = torch.full((len(chosen), s.heads * s.head_dim), torch.nan, dtype=torch.bfloat16, device=self.device)
         pages = self.pool.numel() // (self.layers * s.kv_heads * block_bytes(s.bits, s.head_dim))
         cache = KVCache(
             self.pool.data_ptr(), pages, self.layers, s.kv_heads, s.head_dim, s.bits, s.rotation, s.zero_point
@@ -114,30 +125,32 @@ class Step:
         table = self.page_table
         given = Rows(None, position.data_ptr(), slot.data_ptr(), table.data_ptr(), table.shape[1], len(chosen))
         norms = (n.data_ptr() if n is not None else None for n in (self.q_norm, self.k_norm))
-        call = functions()
-        status = call["fut_attention"](
+        stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else None
+        status = self.call["fut_attention"](
             *(self._attention_shape(), cache, self.layer, given, int(chunked), qkv.data_ptr(), *norms),
             *(out.data_ptr(), self.workspace.data_ptr(), self.workspace.numel()),
-            torch.cuda.current_stream().cuda_stream,
+            stream,
         )
         if status:
-            raise RuntimeError(call["fut_last_error"]().decode())
-        torch.cuda.synchronize()
+            raise RuntimeError(self.call["fut_last_error"]().decode())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         return out
 
     def expected(self) -> Tensor:
         """The reference backend's output, FP32 [rows, heads · head_dim]; rows of one request follow one another."""
         s, outputs = self.shape, []
+        signs = s.signs.to(self.device)
         histories = [(r.keys, r.values) for r in self.requests]
         for row, request in enumerate(self.request_of_row):
             q, k, v = self.heads_of(row)
             keys, values = histories[request]
             if isinstance(keys, QuantizedHeads) and isinstance(values, QuantizedHeads):
                 keys, values = (
-                    _joined(old, quantize_heads(EXACT.round16(new), s.spec, s.signs))
+                    _joined(old, quantize_heads(EXACT.round16(new), s.spec, signs))
                     for old, new in ((keys, k), (values, v))
                 )
-                outputs.append(attend_quantized(q, keys, values, s.spec, s.signs, EXACT))
+                outputs.append(attend_quantized(q, keys, values, s.spec, signs, EXACT))
             else:
                 keys, values = torch.cat((keys, k.bfloat16())), torch.cat((values, v.bfloat16()))
                 outputs.append(attend(EXACT.round16(q), keys, values, EXACT))
@@ -180,29 +193,31 @@ def make_step(
     pages: Tensor | None = None,
     key_size: float = 1.0,
     value_sizes: Tensor | None = None,
+    device: str = "cuda",
+    call: Functions | None = None,
 ) -> Step:
     """Requests of these contexts, their newest `rows_of` tokens (default one each) being this launch's rows.
 
     `pool` and `pages`: use this memory and these page ids instead of the fewest. `value_sizes` [64]: sizes of the
-    values of tokens, repeated along the context.
+    values of tokens, repeated along the context. `call`: the library's functions, by default those of `make cuda`.
     """
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
     counts = rows_of or [1] * len(contexts)
     s, dim = shape, shape.head_dim
     pages_of = [-(-c // PAGE_TOKENS) for c in contexts]
     bytes_of_block = block_bytes(s.bits, dim)
     if pages is None:
-        pages = torch.randperm(sum(pages_of) + 3, generator=generator, device="cuda")
+        pages = torch.randperm(sum(pages_of) + 3, generator=generator, device=device)
     if pool is None:
-        pool = torch.empty((sum(pages_of) + 3) * layers * s.kv_heads * bytes_of_block, dtype=torch.uint8, device="cuda")
+        pool = torch.empty((sum(pages_of) + 3) * layers * s.kv_heads * bytes_of_block, dtype=torch.uint8, device=device)
         pool.fill_(255)
     blocks = pool.view(-1, layers, s.kv_heads, bytes_of_block)
-    table = torch.full((len(contexts) + 1, max(pages_of)), 2**30, dtype=torch.int32, device="cuda")
+    table = torch.full((len(contexts) + 1, max(pages_of)), 2**30, dtype=torch.int32, device=device)
     requests, slots, taken = [], [len(contexts) - i for i in range(len(contexts))], 0
-    sizes = value_sizes.cuda() if value_sizes is not None else torch.ones(PAGE_TOKENS, device="cuda")
+    sizes = value_sizes.to(device) if value_sizes is not None else torch.ones(PAGE_TOKENS, device=device)
     for context, count, used, slot in zip(contexts, counts, pages_of, slots, strict=True):
         past = context - count
-        k, v = torch.randn(2, past, s.kv_heads, dim, generator=generator, device="cuda")
+        k, v = torch.randn(2, past, s.kv_heads, dim, generator=generator, device=device)
         k = key_size * k + 0.5
         v *= sizes.repeat(-(-past // PAGE_TOKENS))[:past, None, None]
         k, v = EXACT.round16(k), EXACT.round16(v)
@@ -210,7 +225,7 @@ def make_step(
         taken += used
         table[slot, :used] = ids.int()
         if s.bits == 4:
-            quantized = [quantize_heads(x, s.spec, s.signs) for x in (k, v)]
+            quantized = [quantize_heads(x, s.spec, s.signs.to(device)) for x in (k, v)]
             requests.append(Request(past, *quantized))
             codes = tuple(_paged(x.codes, used, 15) for x in quantized)
             words = tuple(
@@ -224,16 +239,17 @@ def make_step(
     request_of_row = [i for i, count in enumerate(counts) for _ in range(count)]
     positions = [c - n + i for c, n in zip(contexts, counts, strict=True) for i in range(n)]
     max_context = max(contexts) + 7
-    inverse = 10000.0 ** -(torch.arange(0, dim, 2, device="cuda") / dim)
-    angles = torch.arange(max_context, device="cuda")[:, None] * inverse
-    qkv = torch.randn(len(positions), s.channels, generator=generator, device="cuda")
+    inverse = 10000.0 ** -(torch.arange(0, dim, 2, device=device) / dim)
+    angles = torch.arange(max_context, device=device)[:, None] * inverse
+    qkv = torch.randn(len(positions), s.channels, generator=generator, device=device)
     qkv[:, : s.heads * dim] *= 1.5
-    norms = (1 + 0.3 * torch.randn(2, dim, generator=generator, device="cuda")).unbind() if s.norms else (None, None)
+    norms = (1 + 0.3 * torch.randn(2, dim, generator=generator, device=device)).unbind() if s.norms else (None, None)
     return Step(
         *(shape, requests, request_of_row, layers, layer, max_context, pool, table),
-        torch.tensor(positions, dtype=torch.int32, device="cuda"),
-        torch.tensor([slots[r] for r in request_of_row], dtype=torch.int32, device="cuda"),
+        torch.tensor(positions, dtype=torch.int32, device=device),
+        torch.tensor([slots[r] for r in request_of_row], dtype=torch.int32, device=device),
         *(qkv, angles.cos(), angles.sin(), *norms),
+        functions() if call is None else call,
     )
 
 

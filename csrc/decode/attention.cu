@@ -2,15 +2,13 @@
 #include <cmath>
 
 #include "../host/error.h"
-#include "../host/kernel_attributes.h"
+#include "../host/kernel_launch.h"
 #include "attention.cuh"
 #include "attention_kernel.cuh"
 
 namespace fut {
 namespace {
 
-// Leaves room for a CTA of the kernel before or after on the same SM.
-constexpr int kSharedBytes = 110 * 1024;
 constexpr int kMaxGroup = 16;
 // Two, so that one attends while the other prepares or merges. Where the work is short, the second ones end at once.
 constexpr int kBlocksPerSm = 2;
@@ -67,22 +65,6 @@ AttentionParams parameters(const AttentionCall& call) {
   return p;
 }
 
-template <class Params>
-cudaError_t launch(void (*kernel)(Params), int grid, int threads, int shared_bytes, bool dependent,
-                   const Params& params, cudaStream_t stream) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
-}
-
 template <int kDim, int kBits, int kHeadTiles>
 cudaError_t launch_traits(const AttentionCall& call, AttentionParams params, cudaStream_t stream) {
   using Traits = AttentionTraits<kDim, kBits, kHeadTiles>;
@@ -93,23 +75,27 @@ cudaError_t launch_traits(const AttentionCall& call, AttentionParams params, cud
   error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   using Layout = SharedLayout<Traits>;
-  const int most_slots = (kSharedBytes - Layout::ring(params.group)) / Traits::kSlotBytes;
+  const int most_slots = (kNarrowShared - Layout::ring(params.group)) / Traits::kSlotBytes;
   while (params.ring_shift < kMostRingShift && 2 << params.ring_shift <= most_slots) ++params.ring_shift;
   if (1 << params.ring_shift < Traits::kSlotStep) return cudaErrorInvalidConfiguration;
-  const int shared_bytes = Layout::bytes(params.group, params.ring_shift);
-  error = cudaFuncSetAttribute(attend_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  error = cudaFuncSetAttribute(attend_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kNarrowShared);
   if (error != cudaSuccess) return error;
   error = share_multiprocessor(attend_kernel<Traits>);
   if (error != cudaSuccess) return error;
   bool dependent = call.dependent;
   if (call.chunked) {
-    error = launch(append_kernel<kDim, kBits>, params.rows * params.kv_heads, 64, 0, dependent, params, stream);
+    error = share_multiprocessor(append_kernel<kDim, kBits>);
+    if (error != cudaSuccess) return error;
+    const LaunchShape shape = {dim3(params.rows * params.kv_heads), 64, 0, 1, dependent};
+    error = launch_kernel(append_kernel<kDim, kBits>, shape, stream, params);
     if (error != cudaSuccess) return error;
     dependent = true;
   }
   const int64_t items = int64_t{params.rows} * params.kv_heads * params.max_pieces;
   const int grid = static_cast<int>(std::min<int64_t>(int64_t{kBlocksPerSm} * sms, items));
-  return launch(attend_kernel<Traits>, grid, Traits::kThreads, shared_bytes, dependent, params, stream);
+  // All of it, whatever the ring takes: see kernel_launch.h.
+  const LaunchShape shape = {dim3(grid), Traits::kThreads, kNarrowShared, 1, dependent};
+  return launch_kernel(attend_kernel<Traits>, shape, stream, params);
 }
 
 template <int kDim>

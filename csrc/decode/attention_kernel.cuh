@@ -1,9 +1,9 @@
 // The attention kernel. A producer warp keeps a ring of cache blocks filled by bulk copies; the other warps attend.
 //
-// A CTA takes work items in a fixed stride. For an item its warps prepare the queries of the KV head's group (and,
-// where the item holds the newest token, append its K and V), go through the units of the piece in turn, and merge
-// their sums. Where a context has several pieces, the merged sums go to the workspace, and the last warp to arrive at a
-// (row, head) merges them in the order of the pieces.
+// A CTA takes neighbouring work items. Where a run of pieces of one (row, KV head) begins, its warps prepare the
+// queries of the KV head's group; where an item holds the newest token, they append its K and V. They go through the
+// units of a piece in turn and merge their sums. Where a context has several pieces, the merged sums go to the
+// workspace, and at the end of a run the last warp to arrive at a (row, head) merges them in the order of the pieces.
 
 #pragma once
 
@@ -78,8 +78,11 @@ class AttentionConsumer {
       const uint32_t begun = items_passed();
       barrier_wait(&barriers_.item_full[begun % kItemSlots], begun / kItemSlots & 1);
       if (record(begun).item.pieces == 0) break;
-      prepare(record(begun), reinterpret_cast<const float*>(shared_ + Layout::raw(params_.group, begun % kItemSlots)));
-      synchronize();
+      if (record(begun).item.run == 1 || record(begun).append_block != nullptr) {
+        prepare(record(begun),
+                reinterpret_cast<const float*>(shared_ + Layout::raw(params_.group, begun % kItemSlots)));
+        synchronize();
+      }
       RunningSums<kDim, Traits::kHeadTiles> sums;
       attend(record(begun), sums);
       const uint32_t attended = items_passed();
@@ -114,15 +117,16 @@ class AttentionConsumer {
     return *reinterpret_cast<NewestToken<kDim>*>(shared_ + Layout::kNewest);
   }
 
-  // Queries, and K and V of the newest token, spread over the warps.
+  // Queries where a run begins, and K and V of the newest token, spread over the warps.
   __device__ __forceinline__ void prepare(const ItemRecord& record, const float* raw) {
     const int group = params_.group;
     const int lane = this_lane();
     const float* const keys = raw + group * kDim;
     const float* const cosine = keys + 2 * kDim;
     const float* const sine = cosine + kDim / 2;
+    const int first = record.item.run == 1 ? 0 : group;
     const int tasks = group + (record.append_block != nullptr ? 2 : 0);
-    for (int task = warp(); task < tasks; task += kWarps) {
+    for (int task = first + warp(); task < tasks; task += kWarps) {
       if (task < group) {
         prepare_query<Traits>(params_, raw + task * kDim, cosine, sine, task, shared_ + Layout::kQuery,
                               reinterpret_cast<float2*>(shared_ + Layout::kHeads), lane);
@@ -195,7 +199,7 @@ class AttentionConsumer {
     const float value_scale = 1.0f / sums.value_factor;
 #pragma unroll
     for (int n = 0; n < Traits::kHeadTiles; ++n) {
-      if (n > 0) synchronize();
+      synchronize();  // what was merged before has been read
       const int heads = min(params_.group - Traits::kMergeHeads * n, Traits::kMergeHeads);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -233,10 +237,16 @@ class AttentionConsumer {
         if (HeadVector<kDim>::has(e, lane)) out[lane + 32 * e] = merged.out.x[e];
       }
       if (lane == 0) params_.piece_sums[base + item.piece] = {merged.top, merged.total};
+      if (!item.ends) return;
       __syncwarp();
-      uint32_t before = 0;
-      if (lane == 0) before = arrive_and_wrap(&params_.arrived[row_head], item.pieces - 1);
-      if (__shfl_sync(~0u, before, 0) != static_cast<uint32_t>(item.pieces - 1)) return;
+      // A run of all pieces was written by this warp alone.
+      if (item.run < item.pieces) {
+        uint32_t* const arrived = &params_.arrived[row_head];
+        uint32_t before = 0;
+        if (lane == 0) before = arrive(arrived, item.run);
+        if (__shfl_sync(~0u, before, 0) + item.run != static_cast<uint32_t>(item.pieces)) return;
+        if (lane == 0) *arrived = 0;
+      }
       const GlobalPartials<kDim> partials{params_.piece_out + base * kDim, params_.piece_sums + base};
       merged = merge_head<kDim>(partials, item.pieces, lane);
     }

@@ -23,7 +23,7 @@ struct AttentionParams {
   const int32_t* slot;
   const int32_t* page_table;
   __nv_bfloat16* out;
-  uint32_t* arrived;   // [kMaxRows, heads]: pieces merged so far; wraps to zero with the last
+  uint32_t* arrived;   // [kMaxRows, heads]: pieces merged so far; zero again after the last
   float2* piece_sums;  // [rows, heads, max_pieces]: maximum and denominator
   float* piece_out;    // [rows, heads, max_pieces, head_dim]
   int table_width;

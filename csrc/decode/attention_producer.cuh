@@ -25,7 +25,11 @@ class AttentionProducer {
   __device__ void run() {
     const bool ahead = params_.cache_ready;
     if (!ahead) start();
-    total_ = list_rows(rows(), params_.position, params_.slot, params_.rows, params_.kv_heads, lane_);
+    const int total = list_rows(rows(), params_.position, params_.slot, params_.rows, params_.kv_heads, lane_);
+    const int cta = static_cast<int>(blockIdx.x);
+    const int ctas = static_cast<int>(gridDim.x);
+    first_ = first_item(rows(), total, params_.kv_heads, cta, ctas);
+    end_ = first_item(rows(), total, params_.kv_heads, cta + 1, ctas);
     uint32_t items = 0;
     uint32_t slots_passed = 0;
     Located next = locate(0);
@@ -83,9 +87,9 @@ class AttentionProducer {
   // the others wait for.
   __device__ __forceinline__ Located locate(uint32_t sequence) {
     if (sequence % 32 == 0) {
-      const int64_t index = blockIdx.x + (int64_t{sequence} + lane_) * gridDim.x;
+      const int index = first_ + static_cast<int>(sequence) + lane_;
       found_ = Item{};
-      if (index < total_) found_ = find_item(rows(), static_cast<int>(index), params_.kv_heads);
+      if (index < end_) found_ = find_item(rows(), index, first_, end_, params_.kv_heads);
     }
     const int owner = static_cast<int>(sequence % 32);
     Located located{};
@@ -96,6 +100,8 @@ class AttentionProducer {
     located.item.first_token = __shfl_sync(~0u, found_.first_token, owner);
     located.item.tokens = __shfl_sync(~0u, found_.tokens, owner);
     located.item.context = __shfl_sync(~0u, found_.context, owner);
+    located.item.run = __shfl_sync(~0u, found_.run, owner);
+    located.item.ends = __shfl_sync(~0u, static_cast<int>(found_.ends), owner) != 0;
     if (lane_ * kPageTokens < located.item.tokens) {
       const int64_t row = int64_t{rows()[located.item.row].slot} * params_.table_width;
       located.page = params_.page_table[row + located.item.first_token / kPageTokens + lane_];
@@ -103,12 +109,13 @@ class AttentionProducer {
     return located;
   }
 
-  // Hands an item to the other warps: its record, and copies of its queries and angles (and of key and value of the
-  // newest token), a lane each.
+  // Hands an item to the other warps: its record, and copies of its queries where a run begins, of key and value of the
+  // newest token where it holds that, and of the angles for either, a lane each.
   __device__ __forceinline__ void announce(const Located& located, uint32_t first_slot, uint32_t index) {
     constexpr int kDim = Traits::kDim;
     constexpr int kHeadBytes = kDim * 4;
     const Item& item = located.item;
+    const bool begins = item.run == 1;
     const bool newest = params_.append && item.piece == item.pieces - 1;
     const int last_page = __shfl_sync(~0u, located.page, (item.tokens - 1) / kPageTokens);
     const int query_bytes = params_.group * kHeadBytes;
@@ -116,7 +123,8 @@ class AttentionProducer {
     if (lane_ == 0) {
       barrier_wait(&barriers_.item_empty[index % kItemSlots], index / kItemSlots & 1 ^ 1);
       record(index) = {item, first_slot, newest ? block(last_page, item.kv_head) : nullptr};
-      barrier_expect(full, query_bytes + kHeadBytes + (newest ? 2 * kHeadBytes : 0));
+      barrier_expect(full,
+                     (begins ? query_bytes : 0) + (begins || newest ? kHeadBytes : 0) + (newest ? 2 * kHeadBytes : 0));
     }
     __syncwarp();
     const float* const row = params_.qkv + int64_t{item.row} * (params_.heads + 2 * params_.kv_heads) * kDim;
@@ -134,7 +142,8 @@ class AttentionProducer {
     }
     const int bytes = lane_ == 0 ? query_bytes : lane_ < 3 ? kHeadBytes / 2 : kHeadBytes;
     uint8_t* const raw = shared_ + Layout::raw(params_.group, index % kItemSlots);
-    if (lane_ < (newest ? 5 : 3)) bulk_copy_shared_data(raw + place, source, bytes, full);
+    const bool copies = lane_ == 0 ? begins : lane_ < 3 ? begins || newest : lane_ < 5 && newest;
+    if (copies) bulk_copy_shared_data(raw + place, source, bytes, full);
   }
 
   // Copies slots first .. first + count - 1 of an item, at most 32, lane l the l-th: each works out its addresses at
@@ -168,8 +177,8 @@ class AttentionProducer {
   uint8_t* shared_;
   uint64_t policy_;
   int lane_;
-  Item found_;  // lane l: item l of the 32 found last
-  int total_ = 0;
+  Item found_;               // lane l: item l of the 32 found last
+  int first_ = 0, end_ = 0;  // this CTA's items
   AttentionBarriers& barriers_;
 };
 

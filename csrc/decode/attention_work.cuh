@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../format.h"
+#include "kv_block.cuh"
 
 namespace fut {
 
@@ -39,18 +40,32 @@ FUT_HD constexpr int max_pieces(int max_context, int kv_heads) {
   return bounded > large ? bounded : large;
 }
 
+// What a piece costs beside its pages, in pages: merging the sums of the warps.
+inline constexpr int kPieceCost = 3;
+
+// Cost of the pieces of one (row, KV head), in pages.
+FUT_HD constexpr int context_cost(int context, int kv_heads) {
+  const int shift = piece_shift(context, kv_heads);
+  return ((context + (1 << shift) - 1) >> shift) * kPieceCost + (context + kPageTokens - 1) / kPageTokens;
+}
+
 #ifdef __CUDACC__
 
+// Items are numbered by row, KV head and piece, in this order. A CTA takes neighbouring ones: what it takes of one
+// (row, KV head) is a run.
 struct Item {
   int row, kv_head;
   int piece, pieces;
   int first_token, tokens;  // of the piece
   int context;              // of the row
+  int run;                  // pieces of the run up to and with this one
+  bool ends;                // the run
 };
 
-// What an item is found by: a row's context, its slot, and the number of items up to and with this row.
+// What an item is found by: a row's context, its slot, and items and their cost up to and with this row.
 struct RowEntry {
   int end;
+  int cost_end;
   int context;
   int slot;
 };
@@ -67,26 +82,53 @@ __device__ __forceinline__ int list_rows(RowEntry* entries, const int32_t* posit
     entry[part].slot = row < rows ? slot[row] : 0;
   }
   int before = 0;
+  int cost_before = 0;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const int context = max(entry[part].context, 0);
     const int shift = piece_shift(context, kv_heads);
     int end = ((context + (1 << shift) - 1) >> shift) * kv_heads;
+    int cost = context_cost(context, kv_heads) * kv_heads;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(~0u, end, step);
-      if (lane >= step) end += other;
+      const int other_cost = __shfl_up_sync(~0u, cost, step);
+      if (lane >= step) end += other, cost += other_cost;
     }
     entry[part].end = before + end;
+    entry[part].cost_end = cost_before + cost;
     before = __shfl_sync(~0u, entry[part].end, 31);
+    cost_before = __shfl_sync(~0u, entry[part].cost_end, 31);
     entries[lane + 32 * part] = entry[part];
   }
   __syncwarp();
   return before;
 }
 
-// Item `index` < the number of items; each lane may ask for another one.
-__device__ __forceinline__ Item find_item(const RowEntry* entries, int index, int kv_heads) {
+// The first item of CTA `cta` of `ctas` where all cost about the same: items before cost at least cta / ctas of all.
+__device__ __forceinline__ int first_item(const RowEntry* entries, int items, int kv_heads, int cta, int ctas) {
+  if (items <= ctas) return min(cta, items);
+  const int total = entries[kMaxRows - 1].cost_end;
+  const int target = static_cast<int>(int64_t{total} * cta / ctas);
+  if (target >= total) return items;
+  int row = 0;
+#pragma unroll
+  for (int step = kMaxRows / 2; step > 0; step /= 2) {
+    if (entries[row + step - 1].cost_end <= target) row += step;
+  }
+  const int context = entries[row].context;
+  const int shift = piece_shift(context, kv_heads);
+  const int pieces = (context + (1 << shift) - 1) >> shift;
+  const int head_cost = context_cost(context, kv_heads);
+  const int piece_cost = kPieceCost + (1 << shift) / kPageTokens;
+  const int within = target - (entries[row].cost_end - head_cost * kv_heads);
+  const int head = within / head_cost;
+  const int piece = min((within - head * head_cost + piece_cost - 1) / piece_cost, pieces);
+  return entries[row].end - (kv_heads - head) * pieces + piece;
+}
+
+// Item `index` of a CTA that takes first <= index < end; each lane may ask for another one.
+__device__ __forceinline__ Item find_item(const RowEntry* entries, int index, int first, int end, int kv_heads) {
   Item item;
   item.row = 0;
 #pragma unroll
@@ -98,10 +140,12 @@ __device__ __forceinline__ Item find_item(const RowEntry* entries, int index, in
   item.context = entry.context;
   item.pieces = (entry.context + (1 << shift) - 1) >> shift;
   const uint32_t within = index - (entry.end - item.pieces * kv_heads);
-  item.piece = static_cast<int>(within / static_cast<uint32_t>(kv_heads));
-  item.kv_head = static_cast<int>(within) - item.piece * kv_heads;
+  item.kv_head = static_cast<int>(within / static_cast<uint32_t>(item.pieces));
+  item.piece = static_cast<int>(within) - item.kv_head * item.pieces;
   item.first_token = item.piece << shift;
   item.tokens = min(1 << shift, entry.context - item.first_token);
+  item.run = min(item.piece, index - first) + 1;
+  item.ends = item.piece == item.pieces - 1 || index == end - 1;
   return item;
 }
 

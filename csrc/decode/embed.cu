@@ -1,6 +1,6 @@
 #include <cuda_bf16.h>
 
-#include "../host/kernel_attributes.h"
+#include "../host/kernel_launch.h"
 #include "../ptx/dependency.cuh"
 #include "embed.h"
 

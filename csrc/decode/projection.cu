@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "../host/kernel_attributes.h"
+#include "../host/kernel_launch.h"
 #include "projection.cuh"
 #include "projection.h"
 
@@ -10,60 +10,43 @@ namespace fut {
 
 namespace {
 
-// Shared memory up to which two kernels' blocks fit on one SM, so that the next kernel can fetch its weights early.
-constexpr int kSharedForTwo = 112 * 1024;
 // Activations of a block beyond which K is shared out over more blocks of a cluster.
 constexpr int kActivationBudget = 40 * 1024;
 constexpr int kMostStages = 8;
 constexpr int kMostSlots = 4;
 
-// Clusters of `cluster` blocks that the card runs at once, one block an SM: what does not fit would run as a second
-// wave. Its graphics clusters differ in their number of SMs, so it is less than the number of SMs suggests.
-template <class Kernel>
-cudaError_t clusters_at_once(Kernel kernel, int cluster, const CardLimits& card, int* count) {
-  *count = card.sm_count;
-  if (cluster == 1) return cudaSuccess;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(card.sm_count / cluster * cluster);
-  config.blockDim = dim3(kProjectionThreads);
-  config.dynamicSmemBytes = card.shared_bytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(count, kernel, &config);
-}
-
+// A kernel for some format and number of tokens, and what the card makes of it.
 template <int kFormat, int kGroup, int kTokenTiles, int kRowTiles>
-cudaError_t launch(ProjectionParams p, const CardLimits& card, bool dependent, cudaStream_t stream) {
-  const auto kernel = project<kFormat, kGroup, kTokenTiles, kRowTiles>;
-  const auto fits = [&](int bytes) {
-    return ProjectionLayout(p, kFormat, kGroup, kTokenTiles, kRowTiles).total <= bytes;
-  };
-  const auto activations = [&] { return p.tokens * (2 * local_columns(p) + 64); };
-  p.stages = 2;
-  p.slots = 1;
-  for (p.cluster = 1; p.cluster < kSlices && activations() > kActivationBudget;) p.cluster *= 2;
-  if (!fits(card.shared_bytes)) return cudaErrorInvalidConfiguration;
-  // Attributes of the function and what the card makes of it, asked for once in the process; twice is harmless.
-  static std::atomic<int> at_once[kSlices + 1];
-  int most_clusters = at_once[p.cluster];
-  if (most_clusters == 0) {
-    cudaError_t error = share_multiprocessor(kernel);
+class Launcher {
+ public:
+  Launcher(const ProjectionParams& params, const CardLimits& card) : p_(params), card_(card) {}
+
+  // cudaErrorInvalidConfiguration: so many tokens do not fit.
+  cudaError_t launch(bool dependent, cudaStream_t stream) {
+    int clusters = 0;
+    const cudaError_t error = kShares ? choose_small_cluster(&clusters) : choose_fewest_rounds(&clusters);
     if (error != cudaSuccess) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
-    if (error != cudaSuccess) return error;
-    error = clusters_at_once(kernel, p.cluster, card, &most_clusters);
-    if (error != cudaSuccess) return error;
-    if (most_clusters < 1) return cudaErrorInvalidConfiguration;
-    at_once[p.cluster] = most_clusters;
+    const int both = p_.epilogue == FUT_RESIDUAL ? kWideShared : kNarrowShared;
+    const bool shares = kShares && fits(both);
+    const int budget = shares || (!kShares && fits(kNarrowShared)) ? both : card_.shared_bytes;
+    grow(p_.slots, 2, budget);
+    grow(p_.stages, kMostStages, budget);
+    grow(p_.slots, kMostSlots, budget);
+    const LaunchShape shape = {dim3(clusters * p_.cluster), kProjectionThreads, shares ? both : bytes(), p_.cluster,
+                               dependent};
+    return launch_kernel(kKernel, shape, stream, p_);
   }
-  const int tiles_a_round = p.cluster * kRowTiles;
-  const int clusters = min(most_clusters, (p.tiles + tiles_a_round - 1) / tiles_a_round);
-  const int budget = fits(kSharedForTwo) ? kSharedForTwo : card.shared_bytes;
-  const auto grow = [&](int32_t& count, int most) {
+
+ private:
+  static constexpr auto kKernel = project<kFormat, kGroup, kTokenTiles, kRowTiles>;
+  // Two blocks fit an SM's registers.
+  static constexpr bool kShares = kTokenTiles == 1;
+
+  int bytes() const { return ProjectionLayout(p_, kFormat, kGroup, kTokenTiles, kRowTiles).total; }
+  bool fits(int budget) const { return bytes() <= budget; }
+  int activation_bytes() const { return p_.tokens * (2 * local_columns(p_) + 64); }
+
+  void grow(int32_t& count, int most, int budget) const {
     while (count < most) {
       ++count;
       if (!fits(budget)) {
@@ -71,32 +54,78 @@ cudaError_t launch(ProjectionParams p, const CardLimits& card, bool dependent, c
         return;
       }
     }
-  };
-  grow(p.slots, 2);
-  grow(p.stages, kMostStages);
-  grow(p.slots, kMostSlots);
-  const int bytes = ProjectionLayout(p, kFormat, kGroup, kTokenTiles, kRowTiles).total;
-  cudaLaunchAttribute attributes[2];
-  int count = 0;
-  if (p.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = p.cluster;
-    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-    ++count;
   }
-  if (dependent) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count].val.programmaticStreamSerializationAllowed = 1;
-    ++count;
+
+  void smallest(int cluster) {
+    p_.cluster = cluster;
+    p_.stages = 2;
+    p_.slots = 1;
   }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(clusters * p.cluster);
-  config.blockDim = dim3(kProjectionThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kernel, p);
+
+  cudaError_t choose_small_cluster(int* clusters) {
+    smallest(1);
+    while (p_.cluster < kSlices && activation_bytes() > kActivationBudget) smallest(2 * p_.cluster);
+    if (!fits(card_.shared_bytes)) return cudaErrorInvalidConfiguration;
+    return clusters_for_rows(clusters);
+  }
+
+  // A round takes the same time in clusters of every size, so the fewest rounds are fastest; of equal ones, larger
+  // clusters have less to convert where there is much.
+  cudaError_t choose_fewest_rounds(int* clusters) {
+    int best = 0, fewest = 0;
+    bool too_many = false;  // activations of a block of the best one
+    for (int cluster = 1; cluster <= kSlices; cluster *= 2) {
+      smallest(cluster);
+      if (!fits(card_.shared_bytes)) continue;
+      const cudaError_t error = clusters_for_rows(clusters);
+      if (error == cudaErrorInvalidConfiguration) continue;
+      if (error != cudaSuccess) return error;
+      const int tiles = (p_.tiles + *clusters - 1) / *clusters;
+      const int rounds = (tiles + cluster * kRowTiles - 1) / (cluster * kRowTiles);
+      if (best != 0 && (rounds > fewest || (rounds == fewest && !too_many))) continue;
+      best = cluster, fewest = rounds, too_many = activation_bytes() > kActivationBudget;
+    }
+    if (best == 0) return cudaErrorInvalidConfiguration;
+    smallest(best);
+    return clusters_for_rows(clusters);
+  }
+
+  // As many clusters as the card runs at once, one block an SM, and have work in the first round. What does not fit
+  // would run as a second wave: the card's graphics clusters differ in their number of SMs, so it is less than the
+  // number of SMs suggests.
+  cudaError_t clusters_for_rows(int* clusters) const {
+    // Attributes of the function and what the card makes of it, asked for once in the process; twice is harmless.
+    static std::atomic<int> at_once[kSlices + 1];
+    int most = at_once[p_.cluster];
+    if (most == 0) {
+      cudaError_t error = share_multiprocessor(kKernel);
+      if (error != cudaSuccess) return error;
+      error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, card_.shared_bytes);
+      if (error != cudaSuccess) return error;
+      most = card_.sm_count;
+      if (p_.cluster > 1) {
+        const LaunchShape shape = {dim3(card_.sm_count / p_.cluster * p_.cluster), kProjectionThreads,
+                                   card_.shared_bytes, p_.cluster, false};
+        error = with_launch_config(shape, nullptr, [&](const cudaLaunchConfig_t& config) {
+          return cudaOccupancyMaxActiveClusters(&most, kKernel, &config);
+        });
+        if (error != cudaSuccess) return error;
+      }
+      if (most < 1) return cudaErrorInvalidConfiguration;
+      at_once[p_.cluster] = most;
+    }
+    const int tiles_a_round = p_.cluster * kRowTiles;
+    *clusters = min(most, (p_.tiles + tiles_a_round - 1) / tiles_a_round);
+    return cudaSuccess;
+  }
+
+  ProjectionParams p_;
+  const CardLimits& card_;
+};
+
+template <int kFormat, int kGroup, int kTokenTiles, int kRowTiles>
+cudaError_t launch(const ProjectionParams& p, const CardLimits& card, bool dependent, cudaStream_t stream) {
+  return Launcher<kFormat, kGroup, kTokenTiles, kRowTiles>(p, card).launch(dependent, stream);
 }
 
 template <int kFormat, int kGroup>
@@ -217,16 +246,8 @@ cudaError_t launch_projection(const fut_matrix& m, const ProjectionInput& input,
 cudaError_t launch_square_sums(const void* x, float* sums, int rows, int cols, bool dependent, cudaStream_t stream) {
   const cudaError_t shared = share_multiprocessor(sum_squares);
   if (shared != cudaSuccess) return shared;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((rows * ((cols + 15) / 16) + 127) / 128);
-  config.blockDim = dim3(128);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, sum_squares, static_cast<const __nv_bfloat16*>(x), sums, rows, cols);
+  const LaunchShape shape = {dim3((rows * ((cols + 15) / 16) + 127) / 128), 128, 0, 1, dependent};
+  return launch_kernel(sum_squares, shape, stream, static_cast<const __nv_bfloat16*>(x), sums, rows, cols);
 }
 
 }  // namespace fut

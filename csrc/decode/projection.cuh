@@ -447,12 +447,15 @@ __global__ void __launch_bounds__(kProjectionThreads, kTokenTiles == 1 ? 2 : 1) 
     const int local_slice = warp % local_slices, row_group = warp / local_slices;
     const int slice = rank * local_slices + local_slice;
     const int x_begin = p.slice_begin(rank * local_slices);
-    const int k_begin = p.slice_begin(slice), x_end = p.slice_begin(slice + 1), k_end = min(x_end, p.stored_cols);
+    const int k_begin = p.slice_begin(slice), offset = k_begin - x_begin, x_end = p.slice_begin(slice + 1),
+              k_end = min(x_end, p.stored_cols);
     uint64_t* full = barriers + warp * p.stages;
     WeightStream<kFormat, kGroup, kRowTiles> stream(
         p, shared + at.ring + warp * p.stages * stage_bytes(kFormat, kGroup, kRowTiles), full,
         first + row_group * kRowTiles, end, tiles_a_round, k_begin, k_end - k_begin, lane);
     for (int s = 0; s < p.stages && stream.more(); ++s) stream.fetch();
+    const int chunks = (x_end - k_begin) / 8;
+    fetch_gains(p, k_begin, chunks, lane);
     let_next_kernel_start();
     wait_for_previous_kernel();
 
@@ -460,28 +463,25 @@ __global__ void __launch_bounds__(kProjectionThreads, kTokenTiles == 1 ? 2 : 1) 
     float* corrections = reinterpret_cast<float*>(shared + at.corrections);
     float* factors = reinterpret_cast<float*>(shared + at.factors) + local_slice * kMostTokens;
     float* row_factors = reinterpret_cast<float*>(shared + at.row_factors);
-    const int chunks = (x_end - k_begin) / 8;
     for (int token = row_group; token < p.tokens; token += cluster)
-      fetch_activations(p, token, k_begin, chunks, x + token * at.x_pitch + 2 * (k_begin - x_begin), lane);
+      fetch_activations(p, token, k_begin, chunks, x + token * at.x_pitch + 2 * offset, lane);
     if (p.square_sums != nullptr) {
       reduce_row_factors(p, row_factors, warp, lane);
       named_barrier<32 * kProjectionWarps>(1);
     }
     cp_async_wait();
     __syncwarp();
-    for (int token = row_group; token < p.tokens; token += cluster) {
-      const float back = convert_slice<kFormat, kGroup, kTokenTiles>(
-          p, x + token * at.x_pitch + 2 * (k_begin - x_begin),
-          corrections + (k_begin - x_begin) / kGroup * (8 * kTokenTiles) + token, k_begin, chunks,
-          p.square_sums == nullptr ? 1.f : row_factors[token], lane);
-      if (lane == 0) factors[token] = back;
-    }
+    convert_slice<kFormat, kGroup, kTokenTiles>(p,
+                                                {x + 2 * offset, corrections + offset / kGroup * (8 * kTokenTiles),
+                                                 factors, row_factors, at.x_pitch, k_begin, chunks, row_group, cluster},
+                                                lane);
     if (cluster == 1)
       __syncwarp();
     else
       named_barrier<32 * kProjectionWarps>(1);
 
-    const int g = lane >> 2, t = lane & 3;
+    // Read anew: nothing that follows from it is kept while the activations are converted.
+    const int lane = static_cast<int>(thread_read_anew() & 31), g = lane >> 2, t = lane & 3;
     int x_row[kTokenTiles];
 #pragma unroll
     for (int j = 0; j < kTokenTiles; ++j) x_row[j] = (8 * j + g < p.tokens ? 8 * j + g : 0) * at.x_pitch;
@@ -490,15 +490,15 @@ __global__ void __launch_bounds__(kProjectionThreads, kTokenTiles == 1 ? 2 : 1) 
     int stage = 0, parity = 0, slot = 0, slot_parity = 1;
     for (int tile = first + row_group * kRowTiles; tile < end; tile += tiles_a_round) {
       Accumulator<kTokenTiles> sum[kRowTiles] = {};
-      for (int k = k_begin; k < k_end; k += chunk_cols(kFormat, kRowTiles)) {
+      for (int done = 0; done < stream.columns; done += chunk_cols(kFormat, kRowTiles)) {
         barrier_wait(full + stage, parity);
-        const int width = min(chunk_cols(kFormat, kRowTiles), k_end - k);
+        const int width = min(chunk_cols(kFormat, kRowTiles), stream.columns - done);
         const uint8_t* data = stream.ring + stage * stage_bytes(kFormat, kGroup, kRowTiles);
         if constexpr (kFormat == FUT_INT4)
-          multiply_int4<kGroup, kTokenTiles, kRowTiles>(data, p.scale_is_fp16, x, x_row, corrections, k - x_begin,
+          multiply_int4<kGroup, kTokenTiles, kRowTiles>(data, p.scale_is_fp16, x, x_row, corrections, offset + done,
                                                         width, lane, sum);
         else
-          multiply_rows<kFormat, kTokenTiles, kRowTiles>(data, x, x_row, k - x_begin, width, lane, sum);
+          multiply_rows<kFormat, kTokenTiles, kRowTiles>(data, x, x_row, offset + done, width, lane, sum);
         __syncwarp();
         if (stream.more()) stream.fetch();
         if (++stage == p.stages) {

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <utility>
 
-#include "../host/kernel_attributes.h"
+#include "../host/kernel_launch.h"
 #include "../ptx/dependency.cuh"
 #include "cluster_select.cuh"
 #include "sampling.cuh"
@@ -161,19 +161,9 @@ cudaError_t launch_sampling(const float* logits, const fut_sampling* sampling, i
   if (set != cudaSuccess) return set;
   const cudaError_t shared = share_multiprocessor(sample_kernel);
   if (shared != cudaSuccess) return shared;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kClusterBlocks, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kClusterBlocks, rows);
-  config.blockDim = dim3(kSampleThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = programmatic_launch ? 2 : 1;
-  return cudaLaunchKernelEx(&config, sample_kernel, logits, sampling, tokens, vocab, slice);
+  const LaunchShape shape = {dim3(kClusterBlocks, rows), kSampleThreads, static_cast<int>(shared_bytes), kClusterBlocks,
+                             programmatic_launch};
+  return launch_kernel(sample_kernel, shape, stream, logits, sampling, tokens, vocab, slice);
 }
 
 }  // namespace fut

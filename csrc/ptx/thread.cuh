@@ -1,4 +1,4 @@
-// Threads: their index, barriers of some of a CTA's warps, counters that wrap, and a fast power of two (PTX ISA).
+// Threads: their index, barriers of some of a CTA's warps, counters, and a fast power of two (PTX ISA).
 
 #pragma once
 
@@ -19,12 +19,17 @@ __device__ __forceinline__ uint32_t thread_read_anew() {
   return thread;
 }
 
-// Counts up to `last`, then from zero again; returns the count before. What the warp wrote before is seen by the warp
-// that gets `last`.
-__device__ __forceinline__ uint32_t arrive_and_wrap(uint32_t* counter, uint32_t last) {
+// Adds `count` and returns the sum before. Who finds that others have arrived sees what their warps wrote before.
+__device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t count) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count) : "memory");
   return before;
+}
+
+// Reads a line of constants into the L1 and waits for nothing.
+__device__ __forceinline__ void touch(const void* constants) {
+  uint32_t unused;
+  asm volatile("ld.global.nc.L1::evict_last.b32 %0, [%1];" : "=r"(unused) : "l"(constants));
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -26,6 +26,12 @@ from synthetic_checkpoint import CheckpointShape, write_checkpoint
 PAGES = 8
 
 
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large clusters take the emulation long, and these tests need none."""
+    monkeypatch.setenv("EMULATED_MULTIPROCESSORS", "2")
+
+
 def ints(values: Sequence[int]) -> ctypes.Array[c_int32]:
     return (c_int32 * len(values))(*values)
 

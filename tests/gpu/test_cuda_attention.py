@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_setup import Shape, Step, functions, make_step
 
+from attention_setup import Shape, Step, functions, make_step
 from fut_runtime.cuda.library import LIBRARY_FILE
 from fut_runtime.reference.kv_quant import quantize_heads
 from fut_runtime.reference.numerics import EXACT
@@ -61,7 +61,7 @@ def check_appended(step: Step) -> None:
             if s.bits == 16:
                 equal += int((codes[which] == x[0].bfloat16()).sum())
             else:
-                expected = quantize_heads(EXACT.round16(x), s.spec, s.signs)
+                expected = quantize_heads(EXACT.round16(x), s.spec, s.signs.to(step.device))
                 equal += int((codes[which] == expected.codes[0]).sum())
                 torch.testing.assert_close(scale[which], expected.scale[0], rtol=2**-7, atol=0)
                 torch.testing.assert_close(zero[which], expected.zero[0], rtol=2**-7, atol=0)

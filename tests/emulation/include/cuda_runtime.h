@@ -81,7 +81,7 @@ cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
 }
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel, const cudaLaunchConfig_t* config) {
-  *count = std::max(1, emulated_multiprocessors() / static_cast<int>(config->attrs[0].val.clusterDim.x));
+  *count = emulated_multiprocessors() / static_cast<int>(config->attrs[0].val.clusterDim.x);
   return cudaSuccess;
 }
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };

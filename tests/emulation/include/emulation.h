@@ -172,9 +172,9 @@ inline T __ldg(const T* from) {
   return *from;
 }
 // Fibers change over at calls into the emulation only, so this is atomic.
-inline uint32_t atomicInc(uint32_t* to, uint32_t last) {
+inline uint32_t atomicAdd(uint32_t* to, uint32_t count) {
   const uint32_t before = *to;
-  *to = before >= last ? 0 : before + 1;
+  *to += count;
   return before;
 }
 template <class T>
