@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -97,6 +97,18 @@ class DrawsTokens(Protocol):
         Returns:
             The chosen tokens, and float32 [len(tokens), V], the logits, good until the next call. A token is None where
             there is no draw, where the logits are not finite, or where the backend leaves the choice to the caller.
+        """
+        ...
+
+
+@runtime_checkable
+class ScoresPrompts(Protocol):
+    """A backend that gives the logits after every token of a prompt, not only after the last."""
+
+    def prompt_logits(self, request: int, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Append a chunk to a request; float32 [some, V] after each of its tokens, some tokens at a time, in order.
+
+        Each tensor is good until the next is asked for. The request holds the chunk once all have been taken.
         """
         ...
 

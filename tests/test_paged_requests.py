@@ -105,6 +105,21 @@ def make(pages: int = 30, slots: int = 8, context: int = 500) -> tuple[CudaBacke
     return backend, decoder
 
 
+@pytest.mark.parametrize("count", [1, 64, 65, 200])
+def test_a_prompt_gives_logits_after_every_token(count: int) -> None:
+    backend, decoder = make()
+    ids = [(7 * i + 3) % VOCAB for i in range(count + 10)]
+    request = backend.open_request(len(ids))
+    backend.prefill([(request, ids[:10])])
+    rows = torch.cat([part.clone() for part in backend.prompt_logits(request, ids[10:])])
+    assert torch.equal(rows, torch.stack([logits_of(ids[: i + 1]) for i in range(10, len(ids))]))
+    assert [step[0] for step in decoder.steps[1:]] == [MAX_ROWS] * (count // MAX_ROWS) + [count % MAX_ROWS] * bool(
+        count % MAX_ROWS
+    )
+    with pytest.raises(FutError, match=f"holds {len(ids)} tokens"):
+        next(backend.prompt_logits(request, [1]))
+
+
 @given(
     st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=200), min_size=1, max_size=5),
     st.integers(1, 150),

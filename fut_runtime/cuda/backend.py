@@ -98,6 +98,17 @@ class CudaBackend:
             request.length += len(ids)
         return logits
 
+    def prompt_logits(self, request: int, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Append a chunk to a request; FP32 logits [up to MAX_ROWS, vocab] after each of its tokens, step by step.
+
+        Each is good until the next is asked for. The request holds the chunk once all have been taken.
+        """
+        (held,) = self._checked([(request, ids)])
+        for rows, _ in _steps([held], [ids]):
+            self._decoder.step(rows, range(len(rows)), chunked=True)
+            yield self._decoder.logits(len(rows))
+        held.length += len(ids)
+
     def decode(self, tokens: Sequence[tuple[int, int]]) -> Tensor:
         """Append one token to each request; FP32 logits [requests, vocab]."""
         return self._decode(tokens, None)[1].clone()

@@ -51,6 +51,7 @@ def perplexity(
     \b
     Examples:
       fut-run eval perplexity out/ --text wiki.test.raw
+      fut-run eval perplexity out/ --text wiki.test.raw --backend cuda
       fut-run eval perplexity out/ --text wiki.test.raw --protocol serve --baseline SmolLM2-135M-Instruct.Q4_1.gguf
     """
     opened = open_artifact(artifact, options, window_tokens)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fut_runtime.errors import FutError
-from fut_runtime.evaluate.perplexity import Estimate, PositionScores, score_positions
-from fut_runtime.evaluate.runner import WindowRunner
+from fut_runtime.evaluate.perplexity import Estimate, PositionScores, Runner, score_positions
 
 #: Shares of the tokens below whose greatest KL the report gives.
 QUANTILES: tuple[float, ...] = (0.5, 0.9, 0.99, 0.999)
@@ -85,8 +84,8 @@ class DivergenceResult:
 
 
 def evaluate_divergence(
-    runner: WindowRunner,
-    baseline: WindowRunner,
+    runner: Runner,
+    baseline: Runner,
     windows: Tensor,
     *,
     buckets: int = 0,

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fut_runtime.backend import Backend
 from fut_runtime.engine import Engine
-from fut_runtime.evaluate.continuations import ReferenceScorer
+from fut_runtime.evaluate.continuations import ReferenceScorer, Scorer
 from fut_runtime.evaluate.multiple_choice import (
     Answers,
     MultipleChoiceResult,
@@ -83,10 +84,10 @@ def multiple_choice(
     console = Console(stderr=True, quiet=as_json or not sys.stderr.isatty())
     started = time.monotonic()
     with console.status("asking") as status:
-        ours, truncated = _answers(asked, opened.runner, opened.backend, tokenizer, status, "artifact")
+        ours, truncated = _answers(asked, opened.scorer(), opened.backend, tokenizer, status, "artifact")
         theirs = None
         if base is not None:
-            theirs, _ = _answers(asked, base, _backend_of(base), tokenizer, status, "checkpoint")
+            theirs, _ = _answers(asked, ReferenceScorer(base), _backend_of(base), tokenizer, status, "checkpoint")
     result = summarize(asked, ours, theirs)
     seconds = round(time.monotonic() - started, 2)
     settings: dict[str, object] = {
@@ -100,7 +101,7 @@ def multiple_choice(
 
 
 def _answers(
-    task: Task, runner: ReferenceRunner, backend: ReferenceBackend, tokenizer: Tokenizer, status: Status, who: str
+    task: Task, scorer: Scorer, backend: Backend, tokenizer: Tokenizer, status: Status, who: str
 ) -> tuple[Answers, int]:
     """A model's answers, and how many of its contexts were too long."""
     from fut_runtime.evaluate.harness import EngineLM
@@ -108,7 +109,7 @@ def _answers(
     def progress(done: int, total: int) -> None:
         status.update(f"{who}: {done} of {total} answers weighed")
 
-    model = EngineLM(Engine.from_backend(backend, tokenizer), ReferenceScorer(runner), progress)
+    model = EngineLM(Engine.from_backend(backend, tokenizer), scorer, progress)
     return ask(model, task), model.truncated
 
 

@@ -14,11 +14,12 @@ import click
 from torch import Tensor
 
 from fut_runtime.artifact.reader import Artifact
-from fut_runtime.backend import check_device
-from fut_runtime.errors import FutError
+from fut_runtime.backend import BACKENDS, Backend, check_device, load_backend
+from fut_runtime.errors import FutError, UnsupportedError
 from fut_runtime.evaluate.baseline import checkpoint_runner
+from fut_runtime.evaluate.continuations import BackendScorer, ReferenceScorer, Scorer
 from fut_runtime.evaluate.perplexity import Estimate
-from fut_runtime.evaluate.runner import PROTOCOLS, ReferenceRunner
+from fut_runtime.evaluate.runner import PROTOCOLS, BackendRunner, ReferenceRunner
 from fut_runtime.evaluate.windows import cut_windows
 from fut_runtime.reference import backend as reference
 from fut_runtime.reference.activation_scale import SCALE_MODES
@@ -69,10 +70,17 @@ _RUNNER_OPTIONS = (
     ),
     click.option("--revision", metavar="REV", help="Branch, tag or commit, where OUT is a Hub id."),
     click.option("--verify", is_flag=True, help="Hash every file of the artifact first."),
-    click.option("--device", default="cpu", show_default=True, help="Torch device, e.g. cpu or cuda."),
+    click.option(
+        "--backend",
+        type=click.Choice(BACKENDS),
+        default="reference",
+        show_default=True,
+        help="cuda: the Hopper kernels, under the protocol decode.",
+    ),
+    click.option("--device", help="Torch device, e.g. cpu or cuda.  [default: cpu; cuda with --backend cuda]"),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
 )
-_MODES = ("protocol", "decode_mode", "prefill_mode", "kv_cache", "scale_mode", "compute")
+_MODES = ("backend", "protocol", "decode_mode", "prefill_mode", "kv_cache", "scale_mode", "compute")
 
 
 def runner_options(function: Function) -> Function:
@@ -88,7 +96,7 @@ class OpenedArtifact:
 
     Attributes:
         artifact: the open artifact.
-        options: values of `runner_options`.
+        options: values of `runner_options`; `backend` and `device` may be left out.
         planned_tokens: longest context, where a dynamic RoPE fixes its base; None for the model's positions.
     """
 
@@ -96,26 +104,57 @@ class OpenedArtifact:
     options: dict[str, Any]
     planned_tokens: int | None = None
 
+    @property
+    def on_card(self) -> bool:
+        """The kernels compute, and not the reference backend."""
+        return bool(self.options["backend"] == "cuda")
+
     @cached_property
-    def backend(self) -> ReferenceBackend:
-        """The artifact, loaded.
+    def reference(self) -> ReferenceBackend:
+        """The artifact in the reference backend.
 
         Raises:
             UnsupportedError: a mode that the artifact has no weights for.
         """
-        modes = {mode: self.options[mode] for mode in _MODES if mode != "protocol"}
+        modes = {mode: self.options[mode] for mode in _MODES if mode not in ("backend", "protocol")}
         return reference.load(self.artifact, device=self.options["device"], planned_tokens=self.planned_tokens, **modes)
 
     @cached_property
-    def runner(self) -> ReferenceRunner:
+    def backend(self) -> Backend:
+        """The artifact, loaded into the backend of the options.
+
+        Raises:
+            UnsupportedError: the backend does not work here, or lacks the protocol, a mode, or the weights for it.
+        """
+        if not self.on_card:
+            return self.reference
+        if self.options["protocol"] != "decode":
+            raise UnsupportedError(
+                f"the CUDA backend has no protocol {self.options['protocol']!r}: choose --protocol decode, or "
+                "--backend reference"
+            )
+        # Activation scales and the prefill mode belong to paths that this protocol does not take.
+        modes = {mode: self.options[mode] for mode in ("device", "decode_mode", "kv_cache", "compute")}
+        return load_backend(self.artifact, "cuda", planned_tokens=self.planned_tokens, **modes)
+
+    @cached_property
+    def runner(self) -> ReferenceRunner | BackendRunner:
         """The artifact under the protocol of the options."""
+        if self.on_card:
+            return BackendRunner(self.backend)
         keep = self.options["scale_mode"] == "delayed"
-        return ReferenceRunner(self.backend.model, self.options["protocol"], self.backend.new_scales, keep_scales=keep)
+        loaded = self.reference
+        return ReferenceRunner(loaded.model, self.options["protocol"], loaded.new_scales, keep_scales=keep)
+
+    def scorer(self) -> Scorer:
+        """What weighs continuations, under the protocol of the options."""
+        return ReferenceScorer(self.runner) if isinstance(self.runner, ReferenceRunner) else BackendScorer(self.backend)
 
     @property
     def settings(self) -> dict[str, object]:
         """The modes in force, by option."""
-        cache = "int4" if self.backend.model.kv_cache.bits == 4 else "bf16"
+        stored = self.artifact.manifest.kv_cache.bits
+        cache = self.options["kv_cache"] or ("int4" if stored == 4 else "bf16")
         return {mode: self.options[mode] for mode in _MODES} | {"kv_cache": cache}
 
     def tokenizer(self) -> Tokenizer:
@@ -162,8 +201,10 @@ class OpenedArtifact:
 
     def saturation(self) -> dict[str, object]:
         """Share of the E4M3 activations that saturated, if there were any."""
-        quantized = self.runner.quantized
-        return {"saturated_share": self.runner.saturated / quantized} if quantized else {}
+        runner = self.runner
+        if not isinstance(runner, ReferenceRunner) or not runner.quantized:
+            return {}
+        return {"saturated_share": runner.saturated / runner.quantized}
 
 
 def open_artifact(name: str, options: dict[str, Any], planned_tokens: int | None = None) -> OpenedArtifact:
@@ -174,7 +215,10 @@ def open_artifact(name: str, options: dict[str, Any], planned_tokens: int | None
     """
     from fut_runtime.engine import resolve_artifact
 
-    check_device(options["device"])
+    backend = options.get("backend") or "reference"
+    device = options.get("device") or ("cuda" if backend == "cuda" else "cpu")
+    check_device(device)
+    options = options | {"backend": backend, "device": device}
     opened = Artifact.open(resolve_artifact(name, options["revision"]), verify=options["verify"])
     return OpenedArtifact(opened, options, planned_tokens)
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fut_runtime.errors import FutError
-from fut_runtime.evaluate.runner import WindowRunner
+from fut_runtime.evaluate.runner import LogitsRunner, WindowRunner, window_logits
 
 #: Positions whose logits exist at a time: bounds memory at this many rows of the vocabulary.
 LOGIT_ROWS = 256
+
+Runner = WindowRunner | LogitsRunner
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class PerplexityResult:
 
 @torch.inference_mode()
 def evaluate_perplexity(
-    runner: WindowRunner,
+    runner: Runner,
     windows: Tensor,
     *,
-    baseline: WindowRunner | None = None,
+    baseline: Runner | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> PerplexityResult:
     """Score windows int64 [windows, tokens].
@@ -103,7 +105,7 @@ def _exp(nll: Tensor) -> float:
     return nll.exp().item()
 
 
-def _score(runner: WindowRunner, baseline: WindowRunner | None, window: Tensor) -> Tensor:
+def _score(runner: Runner, baseline: Runner | None, window: Tensor) -> Tensor:
     """Means over one window's predicted positions, FP64 on the CPU: nll, baseline nll, KL, top-1 agreement."""
     scores = score_positions(runner, baseline, window)
     same = scores.top == scores.baseline_top
@@ -128,20 +130,18 @@ class PositionScores:
 
 
 @torch.inference_mode()
-def score_positions(runner: WindowRunner, baseline: WindowRunner | None, window: Tensor) -> PositionScores:
+def score_positions(runner: Runner, baseline: Runner | None, window: Tensor) -> PositionScores:
     """Score every position of a window int64 [tokens] that has a token after it."""
-    hidden = runner.hidden(window)
-    reference = None if baseline is None else baseline.hidden(window)
-    targets = window.to(hidden.device)[1:]
+    reference = None if baseline is None else window_logits(baseline, window, LOGIT_ROWS)
     parts = []
-    for first in range(0, len(targets), LOGIT_ROWS):
-        span = slice(first, min(first + LOGIT_ROWS, len(targets)))
-        target = targets[span, None]
-        ours = runner.logits(hidden[span]).float().log_softmax(-1)
+    spans = zip(window_logits(runner, window, LOGIT_ROWS), window[1:, None].split(LOGIT_ROWS), strict=True)
+    for logits, following in spans:
+        target = following.to(logits.device)
+        ours = logits.log_softmax(-1)
         nll, top = -ours.gather(1, target)[:, 0], ours.argmax(-1)
         base_nll, kl, base_top = torch.zeros_like(nll), torch.zeros_like(nll), torch.zeros_like(top)
-        if baseline is not None and reference is not None:
-            theirs = baseline.logits(reference[span]).float().log_softmax(-1)
+        if reference is not None:
+            theirs = next(reference).log_softmax(-1)
             base_nll, base_top = -theirs.gather(1, target)[:, 0], theirs.argmax(-1)
             kl = (theirs.exp() * (theirs - ours)).sum(-1)
         parts.append((nll, base_nll, kl, top, base_top))

@@ -1,15 +1,17 @@
-"""Runs one window of tokens through a reference model by one of the three protocols."""
+"""Runs one window of tokens: through a reference model by one of the three protocols, or through another backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fut_runtime.backend import Backend, ScoresPrompts
+from fut_runtime.errors import FutError
 from fut_runtime.reference.activation_scale import ActivationScales
 from fut_runtime.reference.model import ReferenceModel
 
@@ -28,6 +30,60 @@ class WindowRunner(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [tokens, vocab]."""
         ...
+
+
+@runtime_checkable
+class LogitsRunner(Protocol):
+    """Maps a window to logits, where there is no residual stream to keep."""
+
+    def window_logits(self, tokens: Tensor, rows: int) -> Iterator[Tensor]:
+        """FP32 logits after every token, `rows` tokens at a time (the last time fewer), each good until the next."""
+        ...
+
+
+def window_logits(runner: WindowRunner | LogitsRunner, tokens: Tensor, rows: int) -> Iterator[Tensor]:
+    """FP32 logits [up to rows, vocab] of a window's tokens but the last, which has no token to predict; in order."""
+    if isinstance(runner, LogitsRunner):
+        yield from runner.window_logits(tokens[:-1], rows)
+        return
+    for hidden in runner.hidden(tokens)[:-1].split(rows):
+        yield runner.logits(hidden).float()
+
+
+class BackendRunner:
+    """A backend under the protocol `decode`: a window is a request, its prompt read in one chunk."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Wrap a loaded backend whose prompts take the decode path.
+
+        Raises:
+            FutError: it does not give the logits after every token.
+        """
+        if not isinstance(backend, ScoresPrompts):
+            raise FutError(f"{type(backend).__name__} gives no logits within a prompt: choose the reference backend")
+        self._backend: Backend = backend
+        self._scores: ScoresPrompts = backend
+
+    def window_logits(self, tokens: Tensor, rows: int) -> Iterator[Tensor]:
+        """See `LogitsRunner`."""
+        request = self._backend.open_request(tokens.numel())
+        try:
+            gathered, used = None, 0
+            for found in self._scores.prompt_logits(request, tokens.tolist()):
+                for part in found.split(rows):
+                    if gathered is None:
+                        gathered = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
+                    taken = min(len(part), rows - used)
+                    gathered[used : used + taken] = part[:taken]
+                    used += taken
+                    if used == rows:
+                        yield gathered
+                        used = len(part) - taken
+                        gathered[:used] = part[taken:]
+            if gathered is not None and used:
+                yield gathered[:used]
+        finally:
+            self._backend.close_request(request)
 
 
 @dataclass
