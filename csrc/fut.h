@@ -229,6 +229,28 @@ FUT_API fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format
                                  int32_t head_dim, int32_t multiprocessors, fut_gemm_tile* tile);
 FUT_API fut_status fut_gemm(const fut_gemm_call* call, void* stream);
 
+/* W8A16: out [m, n] = alpha * (A B^T) + bias, A BF16 or FP16 [m, k], B E4M3 [n, k], both row-major; FP32 sums that
+ * alpha multiplies. Strides as above. The same bits whatever runs beside it, for one choice of tokens and splits. */
+typedef struct fut_w8a16_call {
+  const void* a;
+  const void* b;
+  const float* alpha; /* device [1] or [n] */
+  const float* bias;  /* device [n], or null */
+  void* out;          /* A's type or F32 */
+  void* workspace;    /* device; its bytes must be zero before its first use, and later uses find it as it was left */
+  int64_t workspace_bytes;
+  int64_t a_stride, b_stride, out_stride; /* elements */
+  int32_t m, n, k;
+  int32_t is_fp16, out_is_f32, alpha_is_vector;
+  int32_t tokens, splits; /* 0: the cost model chooses; else tokens of a tile (16 to 256, a power of two), and parts of
+                             k that are summed apart (1 to 16) */
+} fut_w8a16_call;
+
+/* Tokens and splits that the cost model chooses where they are 0, and the workspace that they need. */
+FUT_API fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multiprocessors, int32_t* tokens,
+                                  int32_t* splits, int64_t* workspace_bytes);
+FUT_API fut_status fut_w8a16(const fut_w8a16_call* call, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

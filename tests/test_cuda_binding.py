@@ -90,6 +90,16 @@ fut_status fut_gemm(const fut_gemm_call* c, void* stream) {
   (void)stream;
   return c->qkv->shape.head_dim == 96 && c->quantized.stride == 5000000000 && c->cluster == 2 ? FUT_OK : FUT_INVALID;
 }
+fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multiprocessors, int32_t* tokens, int32_t* splits,
+                          int64_t* workspace_bytes) {
+  *workspace_bytes = 5000000000 + m + n + k + multiprocessors + *tokens + *splits;
+  *tokens = 32;
+  return FUT_OK;
+}
+fut_status fut_w8a16(const fut_w8a16_call* c, void* stream) {
+  (void)stream;
+  return c->workspace_bytes == 5000000000 && c->splits == 3 ? FUT_OK : FUT_INVALID;
+}
 fut_status fut_read_bandwidth(const void* data, int64_t bytes, uint32_t* checksum, void* stream) {
   (void)data; (void)checksum; (void)stream;
   return bytes == 6000000000 ? FUT_OK : FUT_INVALID;
@@ -208,6 +218,10 @@ def test_numbers_cross_the_border_whole(fake: Library) -> None:
     quantized = structs.E4M3Output(stride=5_000_000_000)
     call = structs.GemmCall(qkv=ctypes.pointer(qkv), quantized=quantized, cluster=2)
     fake.call("fut_gemm", ctypes.byref(call), None)
+    tokens, splits, nbytes = ctypes.c_int32(5), ctypes.c_int32(6), ctypes.c_int64()
+    fake.call("fut_w8a16_plan", 1, 2, 3, 4, ctypes.byref(tokens), ctypes.byref(splits), ctypes.byref(nbytes))
+    assert (tokens.value, splits.value, nbytes.value) == (32, 6, 5_000_000_021)
+    fake.call("fut_w8a16", ctypes.byref(structs.W8A16Call(workspace_bytes=5_000_000_000, splits=3)), None)
     fake.call("fut_project", ctypes.byref(matrix), None, None, 3, Epilogue.SWIGLU, 0.5, None, 5_000_000_000, None)
 
 

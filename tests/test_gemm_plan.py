@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from host_program import compile_program
 from repository import REPOSITORY
 
 MEASURED = REPOSITORY / "benchmarks" / "results" / "prefill-gemm-tiles.jsonl"
@@ -23,12 +22,7 @@ Ask = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: neither CXX, g++ nor clang++")
-    program = tmp_path_factory.mktemp("gemm") / "plan"
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror", f"-I{REPOSITORY / 'csrc'}"]
-    subprocess.run([compiler, *flags, str(REPOSITORY / "tests" / "gemm_plan.cpp"), "-o", str(program)], check=True)
+    program = compile_program("gemm_plan.cpp", tmp_path_factory.mktemp("gemm"))
 
     def run(*words: object) -> list[str]:
         text = " ".join(map(str, words))

@@ -46,8 +46,8 @@ fut_status launch_tile(const GemmCall& call, const typename Epilogue::Params& pa
     at_once[cluster] = clusters;
   }
   CUtensorMap map_a, map_b;
-  fut_status status = describe_operand(call.a, Element::kBytes, kGemmTileM, &map_a);
-  if (status == FUT_OK) status = describe_operand(call.b, Element::kBytes, kTileN / 2, &map_b);
+  fut_status status = describe_operand(call.a, Element::kBytes, kGemmTileM, kGemmStageBytes, &map_a);
+  if (status == FUT_OK) status = describe_operand(call.b, Element::kBytes, kTileN / 2, kGemmStageBytes, &map_b);
   if (status != FUT_OK) return status;
   GemmShape shape = {};
   shape.m = call.m;

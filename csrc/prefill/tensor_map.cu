@@ -44,7 +44,7 @@ fut_status check_view(const MatrixView& view, int element_bytes) {
   return FUT_OK;
 }
 
-fut_status describe_operand(const MatrixView& view, int element_bytes, int box_rows, CUtensorMap* map) {
+fut_status describe_operand(const MatrixView& view, int element_bytes, int box_rows, int row_bytes, CUtensorMap* map) {
   const fut_status checked = check_view(view, element_bytes);
   if (checked != FUT_OK) return checked;
   Encode encode;
@@ -52,12 +52,13 @@ fut_status describe_operand(const MatrixView& view, int element_bytes, int box_r
   if (found != FUT_OK) return found;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(view.columns), static_cast<cuuint64_t>(view.rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(view.stride_bytes)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / element_bytes), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(row_bytes / element_bytes), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[2] = {1, 1};
   const CUresult result =
       encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
              const_cast<void*>(view.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return fail(FUT_CUDA, "cuTensorMapEncodeTiled of %s [%lld, %lld] failed with %d", view.name,
                 static_cast<long long>(view.rows), static_cast<long long>(view.columns), static_cast<int>(result));

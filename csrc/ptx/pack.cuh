@@ -13,6 +13,20 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return pair;
 }
 
+// The same in FP16.
+__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Two BF16 values times two.
+__device__ __forceinline__ uint32_t scale_bf16x2(uint32_t pair, uint32_t factors) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(factors));
+  return product;
+}
+
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 

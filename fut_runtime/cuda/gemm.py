@@ -100,9 +100,9 @@ class Quantized:
         return E4M3Output(
             self.data.data_ptr(),
             self.data.stride(0),
-            _pointer(self.scale),
-            _pointer(self.amax),
-            _pointer(self.saturated),
+            pointer(self.scale),
+            pointer(self.amax),
+            pointer(self.saturated),
         )
 
 
@@ -155,7 +155,7 @@ def store(a: Tensor, b: Tensor, out: Tensor, scales: Scales = UNSCALED, tuning: 
     epilogues = {torch.bfloat16: GemmEpilogue.BF16, torch.float32: GemmEpilogue.F32}
     if out.dtype not in epilogues:
         raise FutError(f"out is {out.dtype}, expected torch.bfloat16 or torch.float32")
-    _check(out, out.dtype, (a.shape[0], b.shape[0]), "out")
+    check_matrix(out, out.dtype, (a.shape[0], b.shape[0]), "out")
     call = _call(a, b, scales, tuning, epilogues[out.dtype])
     call.out, call.out_stride = out.data_ptr(), out.stride(0)
     _run(call, a, b)
@@ -176,14 +176,16 @@ def add_residual(
         square_sums: F32 [m, ceil(n / SQUARE_COLUMNS)], or None.
     """
     call = _call(a, b, scales, tuning, GemmEpilogue.RESIDUAL)
-    _check(h, torch.bfloat16, (a.shape[0], b.shape[0]), "h")
+    check_matrix(h, torch.bfloat16, (a.shape[0], b.shape[0]), "h")
     call.out = call.residual = h.data_ptr()
     call.out_stride = call.residual_stride = h.stride(0)
     if quantized is not None:
-        _check(quantized.data, E4M3, tuple(h.shape), "the E4M3 copy")
+        check_matrix(quantized.data, E4M3, tuple(h.shape), "the E4M3 copy")
         call.quantized = quantized.struct()
     if square_sums is not None:
-        _check(square_sums, torch.float32, (a.shape[0], -(-b.shape[0] // SQUARE_COLUMNS)), "square_sums", dense=True)
+        check_matrix(
+            square_sums, torch.float32, (a.shape[0], -(-b.shape[0] // SQUARE_COLUMNS)), "square_sums", dense=True
+        )
         call.out_square_sums = square_sums.data_ptr()
     _run(call, a, b)
 
@@ -197,7 +199,7 @@ def swiglu(
 ) -> None:
     """quantized ← silu(gate) · up, E4M3 [m, n / 2]; rows of B are gate and up in turn ("interleave1")."""
     call = _call(a, b, scales, tuning, GemmEpilogue.SWIGLU)
-    _check(quantized.data, E4M3, (a.shape[0], b.shape[0] // 2), "the output")
+    check_matrix(quantized.data, E4M3, (a.shape[0], b.shape[0] // 2), "the output")
     call.quantized = quantized.struct()
     _run(call, a, b)
 
@@ -228,9 +230,9 @@ def qkv(
     m, (_, kv_heads, _, head_dim) = a.shape[0], history.keys.shape
     heads = b.shape[0] // head_dim - 2 * kv_heads
     for name, vector in (("positions", positions), ("slots", slots)):
-        _check(vector, torch.int32, (m,), name, dense=True)
+        check_matrix(vector, torch.int32, (m,), name, dense=True)
     for name, table in zip(("cosines", "sines"), rope, strict=True):
-        _check(table, torch.float32, (rope[0].shape[0], head_dim // 2), name, dense=True)
+        check_matrix(table, torch.float32, (rope[0].shape[0], head_dim // 2), name, dense=True)
     q = torch.empty(m, heads, head_dim, dtype=torch.bfloat16, device=a.device)
     rows = Rows(
         position=positions.data_ptr(),
@@ -254,8 +256,8 @@ def qkv(
         k=history.keys.data_ptr(),
         v=history.values.data_ptr(),
         rows=rows,
-        q_norm=_pointer(q_norm),
-        k_norm=_pointer(k_norm),
+        q_norm=pointer(q_norm),
+        k_norm=pointer(k_norm),
         shape=shape,
     )
     call = _call(a, b, scales, tuning, GemmEpilogue.QKV)
@@ -269,8 +271,8 @@ def _call(a: Tensor, b: Tensor, scales: Scales, tuning: Tuning, epilogue: GemmEp
         raise FutError(f"a is {a.dtype}, expected {' or '.join(map(str, _FORMATS))}")
     m, k = a.shape
     n = b.shape[0]
-    _check(a, a.dtype, (m, k), "a")
-    _check(b, a.dtype, (n, k), "b")
+    check_matrix(a, a.dtype, (m, k), "a")
+    check_matrix(b, a.dtype, (n, k), "b")
     parts = scales.square_sums.shape[1] if scales.square_sums is not None else 0
     requests = scales.a.shape[0] if scales.a is not None else 0
     for name, vector, dtype, size in (
@@ -282,7 +284,7 @@ def _call(a: Tensor, b: Tensor, scales: Scales, tuning: Tuning, epilogue: GemmEp
         ("bias", scales.bias, torch.float32, (n,)),
     ):
         if vector is not None:
-            _check(vector, dtype, size, name, dense=True)
+            check_matrix(vector, dtype, size, name, dense=True)
     return GemmCall(
         a=a.data_ptr(),
         b=b.data_ptr(),
@@ -294,14 +296,14 @@ def _call(a: Tensor, b: Tensor, scales: Scales, tuning: Tuning, epilogue: GemmEp
         format=_FORMATS[a.dtype],
         accumulation=tuning.accumulation if a.dtype == E4M3 else Accumulation.FAST,
         epilogue=epilogue,
-        row_factor=_pointer(scales.row_factor),
-        square_sums=_pointer(scales.square_sums),
+        row_factor=pointer(scales.row_factor),
+        square_sums=pointer(scales.square_sums),
         square_parts=parts,
         eps=scales.eps,
-        a_scale=_pointer(scales.a),
-        row_request=_pointer(scales.row_request),
-        channel_scale=_pointer(scales.channel),
-        bias=_pointer(scales.bias),
+        a_scale=pointer(scales.a),
+        row_request=pointer(scales.row_request),
+        channel_scale=pointer(scales.channel),
+        bias=pointer(scales.bias),
         tile_n=tuning.tile_n,
         cluster=tuning.cluster,
     )
@@ -314,11 +316,11 @@ def _run(call: GemmCall, a: Tensor, b: Tensor) -> None:
     )
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str, *, dense: bool = False) -> None:
+def check_matrix(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str, *, dense: bool = False) -> None:
     """A kernel would read whatever lies there; so look first. Alignment is checked where the pointers enter C++."""
     rows_in_a_row = tensor.is_contiguous() if dense else tensor.dim() == 2 and tensor.stride(1) == 1
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or not rows_in_a_row or not tensor.is_cuda:

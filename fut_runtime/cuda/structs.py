@@ -248,6 +248,31 @@ class GemmTile(Structure):
     _fields_ = (("tile_n", c_int32), ("cluster", c_int32), ("group_m", c_int32), ("clocks", c_float))
 
 
+class W8A16Call(Structure):
+    """`fut_w8a16_call`."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("alpha", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("a_stride", c_int64),
+        ("b_stride", c_int64),
+        ("out_stride", c_int64),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("is_fp16", c_int32),
+        ("out_is_f32", c_int32),
+        ("alpha_is_vector", c_int32),
+        ("tokens", c_int32),
+        ("splits", c_int32),
+    )
+
+
 #: Structures by their names in the header.
 STRUCTS: dict[str, type[Structure]] = {
     "fut_matrix": Matrix,
@@ -262,6 +287,7 @@ STRUCTS: dict[str, type[Structure]] = {
     "fut_qkv_output": QKVOutput,
     "fut_gemm_call": GemmCall,
     "fut_gemm_tile": GemmTile,
+    "fut_w8a16_call": W8A16Call,
 }
 
 #: Functions that return a status, by their names in the header: types of their arguments.
@@ -282,6 +308,8 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
     "fut_read_bandwidth": (c_void_p, c_int64, c_void_p, c_void_p),
     "fut_gemm_plan": (*(c_int32,) * 7, POINTER(GemmTile)),
     "fut_gemm": (POINTER(GemmCall), c_void_p),
+    "fut_w8a16_plan": (*(c_int32,) * 4, POINTER(c_int32), POINTER(c_int32), POINTER(c_int64)),
+    "fut_w8a16": (POINTER(W8A16Call), c_void_p),
 }
 #: The others: type of the result, types of the arguments.
 PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {

@@ -29,7 +29,7 @@ def on_the_host(emulated: EmulatedLibrary, monkeypatch: pytest.MonkeyPatch) -> I
         assert tensor.dtype == dtype and tuple(tensor.shape) == shape, name
 
     monkeypatch.setattr(gemm, "_run", run)
-    monkeypatch.setattr(gemm, "_check", check)
+    monkeypatch.setattr(gemm, "check_matrix", check)
     with gemm_matrices.emulated():
         yield
 

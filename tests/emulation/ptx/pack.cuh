@@ -1,5 +1,6 @@
 #pragma once
 #include "cuda_bf16.h"
+#include "cuda_fp16.h"
 #include "mma.cuh"
 
 namespace fut {
@@ -10,6 +11,12 @@ inline uint32_t pack_bf16(float low, float high) {
 }
 inline float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 inline float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+inline uint32_t pack_fp16(float low, float high) {
+  return static_cast<uint32_t>(emulation::bits(__floats2half2_rn(low, high)));
+}
+inline uint32_t scale_bf16x2(uint32_t pair, uint32_t factors) {
+  return pack_bf16(low_bf16(pair) * low_bf16(factors), high_bf16(pair) * high_bf16(factors));
+}
 
 // The nearest code, of equally near ones the even.
 inline uint8_t e4m3_code(float value) {

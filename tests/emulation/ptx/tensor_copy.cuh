@@ -1,4 +1,5 @@
-// Copies of boxes with the swizzle of 128 bytes: the 16 bytes number i of row r go to number i ^ (r % 8).
+// Copies of boxes with the swizzle of 128 bytes: the 16 bytes number i of row r go to number i ^ (r % 8); and of 64
+// bytes: to i ^ (r / 2 % 4).
 
 #pragma once
 #include <cuda.h>
@@ -11,19 +12,20 @@ inline void prefetch_tensor_map(const CUtensorMap*) {}
 
 inline void land_box(uint8_t* to, const CUtensorMap& map, int column, int row) {
   for (uint32_t r = 0; r < map.box_rows; ++r)
-    for (uint32_t b = 0; b < 128; ++b) {
+    for (uint32_t b = 0; b < map.row_bytes; ++b) {
       const uint64_t x = column + b / map.element_bytes, y = static_cast<uint64_t>(row) + r;
       const bool inside = x < map.columns && y < map.rows;
-      const uint32_t place = r * 128 + ((b / 16) ^ (r & 7)) * 16 + b % 16;
+      const uint32_t turn = map.row_bytes == 128 ? r & 7 : r / 2 & 3;
+      const uint32_t place = r * map.row_bytes + ((b / 16) ^ turn) * 16 + b % 16;
       to[place] = inside ? map.data[y * map.stride + x * map.element_bytes + b % map.element_bytes] : 0;
     }
 }
 
 inline void tensor_copy(void* shared, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
-  if (reinterpret_cast<uintptr_t>(shared) % 1024 != 0) std::abort();
+  if (reinterpret_cast<uintptr_t>(shared) % (8 * map->row_bytes) != 0) std::abort();
   auto* to = static_cast<uint8_t*>(shared);
-  std::memset(to, 0xff, map->box_rows * 128);
-  emulation::land_later([=, box = *map] { land_box(to, box, column, row); }, map->box_rows * 128, barrier);
+  std::memset(to, 0xff, map->box_rows * map->row_bytes);
+  emulation::land_later([=, box = *map] { land_box(to, box, column, row); }, map->box_rows * map->row_bytes, barrier);
 }
 
 inline void tensor_copy_multicast(void* shared, const CUtensorMap* map, int column, int row, uint64_t* barrier,

@@ -46,14 +46,16 @@ inline void wgmma_wait() {
 template <int kCount>
 inline void settle(float (&)[kCount]) {}
 
+// The byte `offset` bytes after a descriptor's along a row: `descriptor` is of the first row, 0 to 96 bytes along it.
+inline const uint8_t* wgmma_place(uint64_t descriptor, int row, int offset) {
+  const uint64_t first = descriptor << 4, start = first & ~uint64_t{127};
+  const uint64_t along = (first & 127) + static_cast<uint64_t>(offset);
+  return reinterpret_cast<const uint8_t*>(start + row * 128 + ((along / 16) ^ (row & 7)) * 16 + along % 16);
+}
+
 template <class Element>
 inline float wgmma_element(uint64_t descriptor, int row, int k) {
-  // `descriptor` is of the first row, 0 to 96 bytes along it.
-  const uint64_t first = descriptor << 4;
-  const uint64_t along = (first & 127) + static_cast<uint64_t>(k) * Element::kBytes;
-  const uint64_t start = first & ~uint64_t{127};
-  const auto* place =
-      reinterpret_cast<const uint8_t*>(start + row * 128 + ((along / 16) ^ (row & 7)) * 16 + along % 16);
+  const uint8_t* place = wgmma_place(descriptor, row, k * Element::kBytes);
   if constexpr (Element::kBytes == 1) {
     return (*place & 0x7f) == 0x7f ? NAN : e4m3_value(*place);
   } else {
