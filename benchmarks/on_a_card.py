@@ -24,8 +24,9 @@ import click
 REPOSITORY = Path(__file__).resolve().parent.parent
 #: Test files in the order in which a fault in one explains faults in the next.
 TESTS = (
-    "test_cuda_projection", "test_cuda_attention", "test_cuda_sampling", "test_cuda_backend", "test_gemm", "test_ops_on_card",
-    "test_w8a16",    "test_bench_on_card", "test_cuda_read_bandwidth", "test_gptq_on_the_card", "test_card_against_cpu",
+    "test_cuda_projection", "test_cuda_attention", "test_cuda_sampling", "test_cuda_backend", "test_gemm",
+    "test_ops_on_card", "test_w8a16", "test_bench_on_card", "test_cuda_read_bandwidth", "test_gptq_on_the_card",
+    "test_card_against_cpu",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "../host/error.h"
+#include "../host/kernel_launch.h"
 #include "gemm.cuh"
 #include "gemm_call.h"
 
@@ -18,17 +19,10 @@ fut_status prepare_kernel(Kernel kernel, int shared_bytes, int cluster, int* clu
   FUT_CHECK(multiprocessor_count(&count));
   *clusters = count;
   if (cluster == 1) return FUT_OK;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(count / cluster * cluster);
-  config.blockDim = dim3(kGemmThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  FUT_CHECK(cudaOccupancyMaxActiveClusters(clusters, kernel, &config));
+  const LaunchShape shape = {dim3(count / cluster * cluster), kGemmThreads, shared_bytes, cluster};
+  FUT_CHECK(with_launch_config(shape, nullptr, [&](const cudaLaunchConfig_t& config) {
+    return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+  }));
   if (*clusters < 1) return fail(FUT_CUDA, "the card runs no cluster of %d blocks of the GEMM", cluster);
   return FUT_OK;
 }
@@ -60,27 +54,9 @@ fut_status launch_tile(const GemmCall& call, const typename Epilogue::Params& pa
   if (int64_t{shape.order.rows + shape.order.group} * shape.order.columns > INT32_MAX)
     return fail(FUT_INVALID, "fut_gemm: m %d and n %d make too many tiles", call.m, call.n);
   const int32_t tiles = shape.order.count();
-  cudaLaunchAttribute attributes[2];
-  int count = 0;
-  if (cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = cluster;
-    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-    ++count;
-  }
-  if (call.dependent) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count].val.programmaticStreamSerializationAllowed = 1;
-    ++count;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(cluster * static_cast<unsigned>(tiles < clusters ? tiles : clusters));
-  config.blockDim = dim3(kGemmThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = call.stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
-  FUT_CHECK(cudaLaunchKernelEx(&config, kernel, map_a, map_b, shape, call.scales, params));
+  const unsigned blocks = cluster * static_cast<unsigned>(tiles < clusters ? tiles : clusters);
+  const LaunchShape launch = {dim3(blocks), kGemmThreads, kSharedBytes, cluster, call.dependent};
+  FUT_CHECK(launch_kernel(kernel, launch, call.stream, map_a, map_b, shape, call.scales, params));
   return FUT_OK;
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "../host/error.h"
+#include "../host/kernel_launch.h"
 #include "gemm_call.h"
 #include "w8a16.cuh"
 
@@ -21,12 +22,9 @@ fut_status launch(const CUtensorMap& weights, const CUtensorMap& activations, co
     prepared = true;
   }
   const int64_t units = static_cast<int64_t>(p.channel_tiles) * p.token_tiles * p.splits;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(units < sm_count ? units : sm_count));
-  config.blockDim = dim3(kW8a16Threads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  FUT_CHECK(cudaLaunchKernelEx(&config, kernel, weights, activations, p));
+  const LaunchShape shape = {dim3(static_cast<unsigned>(units < sm_count ? units : sm_count)), kW8a16Threads,
+                             kSharedBytes};
+  FUT_CHECK(launch_kernel(kernel, shape, stream, weights, activations, p));
   return FUT_OK;
 }
 

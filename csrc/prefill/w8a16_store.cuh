@@ -73,7 +73,11 @@ __device__ __forceinline__ bool merge_splits(float (&d)[kTokens / 2], const W8a1
   for (int word = 0; word < kWords; ++word)
     *place(split, word) = make_float4(d[4 * word], d[4 * word + 1], d[4 * word + 2], d[4 * word + 3]);
   named_barrier<128>(1 + warpgroup);
-  if (thread == 0) *arrived = arrive_and_wrap(&p.counters[tile * 2 + warpgroup], static_cast<uint32_t>(p.splits - 1));
+  if (thread == 0) {
+    uint32_t* counter = &p.counters[tile * 2 + warpgroup];
+    *arrived = arrive(counter, 1);
+    if (*arrived + 1 == static_cast<uint32_t>(p.splits)) *counter = 0;
+  }
   named_barrier<128>(1 + warpgroup);
   if (*arrived + 1 != static_cast<uint32_t>(p.splits)) return false;
 #pragma unroll

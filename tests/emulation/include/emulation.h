@@ -171,12 +171,7 @@ template <class T>
 inline T __ldg(const T* from) {
   return *from;
 }
-// Fibers change over at calls into the emulation only, so this is atomic.
-inline uint32_t atomicAdd(uint32_t* to, uint32_t count) {
-  const uint32_t before = *to;
-  *to += count;
-  return before;
-}
+// Fibers change over at calls into the emulation only, so these are atomic.
 template <class T>
 inline T atomicMax(T* to, T value) {
   const T before = *to;
