@@ -79,8 +79,7 @@ class AttentionConsumer {
       barrier_wait(&barriers_.item_full[begun % kItemSlots], begun / kItemSlots & 1);
       if (record(begun).item.pieces == 0) break;
       if (record(begun).item.run == 1 || record(begun).append_block != nullptr) {
-        prepare(record(begun),
-                reinterpret_cast<const float*>(shared_ + Layout::raw(params_.group, begun % kItemSlots)));
+        prepare(record(begun));
         synchronize();
       }
       RunningSums<kDim, Traits::kHeadTiles> sums;
@@ -118,24 +117,27 @@ class AttentionConsumer {
   }
 
   // Queries where a run begins, and K and V of the newest token, spread over the warps.
-  __device__ __forceinline__ void prepare(const ItemRecord& record, const float* raw) {
+  __device__ __forceinline__ void prepare(const ItemRecord& record) {
     const int group = params_.group;
     const int lane = this_lane();
-    const float* const keys = raw + group * kDim;
-    const float* const cosine = keys + 2 * kDim;
-    const float* const sine = cosine + kDim / 2;
-    const int first = record.item.run == 1 ? 0 : group;
+    const Item& item = record.item;
+    const float* const raw = params_.qkv + int64_t{item.row} * (params_.heads + 2 * params_.kv_heads) * kDim;
+    const float* const queries = raw + item.kv_head * group * kDim;
+    const float* const keys = raw + (params_.heads + item.kv_head) * kDim;
+    const int64_t angles = int64_t{item.context - 1} * (kDim / 2);
+    const float* const cosine = params_.rope_cos + angles;
+    const float* const sine = params_.rope_sin + angles;
+    const int first = item.run == 1 ? 0 : group;
     const int tasks = group + (record.append_block != nullptr ? 2 : 0);
     for (int task = first + warp(); task < tasks; task += kWarps) {
       if (task < group) {
-        prepare_query<Traits>(params_, raw + task * kDim, cosine, sine, task, shared_ + Layout::kQuery,
+        prepare_query<Traits>(params_, queries + task * kDim, cosine, sine, task, shared_ + Layout::kQuery,
                               reinterpret_cast<float2*>(shared_ + Layout::kHeads), lane);
       } else {
         const int which = task - group;
-        prepare_newest<kDim, Traits::kBits>(newest(), which, keys + which * kDim, params_.k_norm, params_.eps, cosine,
-                                            sine, params_.rotation, params_.zero_point, lane);
-        store_newest<kDim, Traits::kBits>(record.append_block, newest(), which, (record.item.context - 1) % kPageTokens,
-                                          lane);
+        prepare_newest<kDim, Traits::kBits>(newest(), which, keys + which * params_.kv_heads * kDim, params_.k_norm,
+                                            params_.eps, cosine, sine, params_.rotation, params_.zero_point, lane);
+        store_newest<kDim, Traits::kBits>(record.append_block, newest(), which, (item.context - 1) % kPageTokens, lane);
       }
     }
   }
@@ -191,7 +193,7 @@ class AttentionConsumer {
   }
 
   __device__ __forceinline__ void merge(const Item& item, RunningSums<kDim, Traits::kHeadTiles>& sums) {
-    float* const merge_out = reinterpret_cast<float*>(shared_ + Layout::merge(params_.group));
+    float* const merge_out = reinterpret_cast<float*>(shared_ + Layout::kMerge);
     float2* const merge_sums = reinterpret_cast<float2*>(shared_ + Layout::kMergeSums);
     const int part = warp();
     const int lane = this_lane();

@@ -92,17 +92,13 @@ struct SharedLayout {
   static constexpr int kNewest = align(kHeads + Traits::kHeadTiles * 8 * 8);
   static constexpr int kMergeSums = align(kNewest + static_cast<int>(sizeof(NewestToken<kDim>)));
   static constexpr int kItemsPassed = align(kMergeSums + Traits::kWarps * Traits::kMergeHeads * 8);
-  static constexpr int kRaw = align(kItemsPassed + Traits::kWarps * 4);
+  static constexpr int kMerge = align(kItemsPassed + Traits::kWarps * 4);
 
-  // FP32 as it comes from the projection: queries of the group, key, value; then cosines and sines of the token.
-  FUT_HD static constexpr int raw_bytes(int group) { return align((group + 3) * kDim * 4); }
-  FUT_HD static constexpr int raw(int group, int item_slot) { return kRaw + item_slot * raw_bytes(group); }
-  FUT_HD static constexpr int merge(int group) { return raw(group, kItemSlots); }
   FUT_HD static constexpr int merge_heads(int group) {
     return group < Traits::kMergeHeads ? group : Traits::kMergeHeads;
   }
   FUT_HD static constexpr int ring(int group) {
-    return align(merge(group) + Traits::kWarps * merge_heads(group) * Traits::kMergeRow * 4);
+    return align(kMerge + Traits::kWarps * merge_heads(group) * Traits::kMergeRow * 4);
   }
   FUT_HD static constexpr int bytes(int group, int ring_shift) {
     return ring(group) + (Traits::kSlotBytes << ring_shift);

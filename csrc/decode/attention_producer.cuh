@@ -1,10 +1,10 @@
-// The producer warp of the attention kernel: finds the work items, hands out their queries, and keeps the ring of cache
-// blocks filled.
+// The producer warp of the attention kernel: finds the work items, hands them out, and keeps the ring of cache blocks
+// filled.
 
 #pragma once
 
+#include "../ptx/bulk_copy.cuh"
 #include "../ptx/dependency.cuh"
-#include "../ptx/ring.cuh"
 #include "attention_layout.cuh"
 
 namespace fut {
@@ -109,41 +109,18 @@ class AttentionProducer {
     return located;
   }
 
-  // Hands an item to the other warps: its record, and copies of its queries where a run begins, of key and value of the
-  // newest token where it holds that, and of the angles for either, a lane each.
+  // Hands an item to the other warps. They read its queries themselves: for the little that they are, the copy engine
+  // takes longer to answer than the L2.
   __device__ __forceinline__ void announce(const Located& located, uint32_t first_slot, uint32_t index) {
-    constexpr int kDim = Traits::kDim;
-    constexpr int kHeadBytes = kDim * 4;
     const Item& item = located.item;
-    const bool begins = item.run == 1;
     const bool newest = params_.append && item.piece == item.pieces - 1;
     const int last_page = __shfl_sync(~0u, located.page, (item.tokens - 1) / kPageTokens);
-    const int query_bytes = params_.group * kHeadBytes;
-    uint64_t* full = &barriers_.item_full[index % kItemSlots];
     if (lane_ == 0) {
       barrier_wait(&barriers_.item_empty[index % kItemSlots], index / kItemSlots & 1 ^ 1);
       record(index) = {item, first_slot, newest ? block(last_page, item.kv_head) : nullptr};
-      barrier_expect(full,
-                     (begins ? query_bytes : 0) + (begins || newest ? kHeadBytes : 0) + (newest ? 2 * kHeadBytes : 0));
+      barrier_arrive(&barriers_.item_full[index % kItemSlots]);
     }
     __syncwarp();
-    const float* const row = params_.qkv + int64_t{item.row} * (params_.heads + 2 * params_.kv_heads) * kDim;
-    const int64_t angles = int64_t{item.context - 1} * (kDim / 2);
-    const int places[5] = {0, (params_.group + 2) * kHeadBytes, (params_.group + 2) * kHeadBytes + kHeadBytes / 2,
-                           query_bytes, query_bytes + kHeadBytes};
-    const float* const sources[5] = {row + item.kv_head * params_.group * kDim, params_.rope_cos + angles,
-                                     params_.rope_sin + angles, row + (params_.heads + item.kv_head) * kDim,
-                                     row + (params_.heads + params_.kv_heads + item.kv_head) * kDim};
-    int place = places[0];
-    const float* source = sources[0];
-#pragma unroll
-    for (int i = 1; i < 5; ++i) {
-      if (lane_ == i) place = places[i], source = sources[i];
-    }
-    const int bytes = lane_ == 0 ? query_bytes : lane_ < 3 ? kHeadBytes / 2 : kHeadBytes;
-    uint8_t* const raw = shared_ + Layout::raw(params_.group, index % kItemSlots);
-    const bool copies = lane_ == 0 ? begins : lane_ < 3 ? begins || newest : lane_ < 5 && newest;
-    if (copies) bulk_copy_shared_data(raw + place, source, bytes, full);
   }
 
   // Copies slots first .. first + count - 1 of an item, at most 32, lane l the l-th: each works out its addresses at

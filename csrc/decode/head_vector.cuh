@@ -1,7 +1,8 @@
 // One head in the registers of a warp: RMSNorm, RoPE, rotation and quantisation as docs/numerics.md rounds them.
 //
-// Lane l holds dims l, l + 32, ... Products and sums that the reference rounds one by one are not contracted to FMA, so
-// that the codes come out equal.
+// Lane l holds dims l, l + 32, ... `raw` is what the projection left in global memory, read from the L2: a kernel that
+// started before the projection ended may have older lines in its L1. Products and sums that the reference rounds one
+// by one are not contracted to FMA, so that the codes come out equal.
 
 #pragma once
 
@@ -41,7 +42,9 @@ __device__ __forceinline__ float head_norm_factor(const float* raw, float eps, i
   float squares = 0.0f;
 #pragma unroll
   for (int e = 0; e < HeadVector<kDim>::kPerLane; ++e) {
-    if (HeadVector<kDim>::has(e, lane)) squares += raw[lane + 32 * e] * raw[lane + 32 * e];
+    if (!HeadVector<kDim>::has(e, lane)) continue;
+    const float x = __ldcg(raw + lane + 32 * e);
+    squares += x * x;
   }
   return rsqrtf(__fdiv_rn(warp_sum(squares), static_cast<float>(kDim)) + eps);
 }
@@ -60,8 +63,8 @@ __device__ __forceinline__ HeadVector<kDim> turned_head(const float* raw, const 
     if (!HeadVector<kDim>::has(e, lane)) continue;
     const bool low = dim < kHalf;
     const int partner = low ? dim + kHalf : dim - kHalf;
-    float own = raw[dim];
-    float other = raw[partner];
+    float own = __ldcg(raw + dim);
+    float other = __ldcg(raw + partner);
     if (gain != nullptr) {
       own = __fmul_rn(__fmul_rn(own, factor), gain[dim]);
       other = __fmul_rn(__fmul_rn(other, factor), gain[partner]);
@@ -79,7 +82,7 @@ __device__ __forceinline__ HeadVector<kDim> plain_head(const float* raw, int lan
   HeadVector<kDim> head;
 #pragma unroll
   for (int e = 0; e < HeadVector<kDim>::kPerLane; ++e) {
-    head.x[e] = HeadVector<kDim>::has(e, lane) ? raw[lane + 32 * e] : 0.0f;
+    head.x[e] = HeadVector<kDim>::has(e, lane) ? __ldcg(raw + lane + 32 * e) : 0.0f;
   }
   return head;
 }

@@ -22,6 +22,9 @@ __device__ __forceinline__ void fence_barrier_init() {
 // Orders this thread's ordinary accesses to shared memory before later ones of the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Orders the copy engine's later reads of global memory after what this thread has seen written.
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // One arrival that also announces `bytes` to come by bulk copies.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

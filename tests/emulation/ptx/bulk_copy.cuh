@@ -9,6 +9,7 @@ using emulated_address = uint64_t;
 inline void barrier_init(uint64_t* barrier, uint32_t arrivals) { emulation::barrier_init(barrier, arrivals); }
 inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
+inline void fence_async_proxy_global() {}
 inline void barrier_expect(uint64_t* barrier, uint32_t bytes) { emulation::barrier_expect(barrier, bytes); }
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   while (!emulation::barrier_passed(barrier, parity)) emulation::yield();
