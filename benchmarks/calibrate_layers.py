@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
 """How fast, and in how much memory, layers of an 8B or a 70B shape are calibrated and converted on a card.
 
+A CPU can be measured too (`--device cpu`): then `parts` are CPU seconds of all threads, which say more than the clock
+where other work shares the cores.
+
     python benchmarks/calibrate_layers.py                                  # GPTQ of 2 and 5 layers of the 8B shape
     python benchmarks/calibrate_layers.py --method rtn
+    python benchmarks/calibrate_layers.py --device cpu --shape smollm2 --windows 16 --group-size 64 --layers 1 3
     python benchmarks/calibrate_layers.py --shape 70b --layers 1 2 --device-cap-gb 80 --host-cap-gb 100
 
 Random weights, 128 windows of 2048 random tokens, activation-weighted scales, E4M3 and INT4, E4M3 head. Layers are
 alike, so the whole is extrapolated: conversions with two numbers of layers are measured, each in a process of its own,
 and their difference is what the further layers cost, files included. `parts` splits the GPTQ step, each part waited
-for; what is left of the step is `forward`, the windows running through the layers. `--device-cap-gb` lets PyTorch
+for; what is left of the step is `forward`, the windows running through the layers but for their products and attention;
+`cpu` is the whole process's. `--device-cap-gb` lets PyTorch
 allocate no more, and a process that used more than `--host-cap-gb` has failed. Appends a JSON line to
 results/calibrate-layers.jsonl.
 """
@@ -37,6 +42,13 @@ RESULTS = Path(__file__).parent / "results" / "calibrate-layers.jsonl"
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+    "smollm2": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 30,
+    },
     # For trying this script out.
     "small": {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
@@ -61,11 +73,14 @@ class Parts:
     """Seconds of the functions that GPTQ spends its time in, by part."""
 
     def __init__(self, device: str) -> None:
-        from fut_convert import gptq_layers, sequential
+        from fut_convert import gptq_layers, sequential, sixteen_bit
         from fut_convert.quantize import gptq, whole_matrix
 
         self.seconds: dict[str, float] = {}
         self._cuda = device.startswith("cuda")
+        self._now = time.perf_counter if self._cuda else time.process_time
+        self._time(sixteen_bit.SixteenBitProjection, "accumulate", "products")
+        self._time(sixteen_bit, "scaled_dot_product_attention", "attention")
         self._time(sequential, "outer_products", "hessian")
         self._time(whole_matrix, "int4_scales", "scales")
         self._time(gptq, "factorize", "factorise")
@@ -80,10 +95,10 @@ class Parts:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._wait()
-            started = time.perf_counter()
+            started = self._now()
             result = function(*args, **kwargs)
             self._wait()
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+            self.seconds[part] = self.seconds.get(part, 0.0) + self._now() - started
             return result
 
         setattr(module, name, timed)
@@ -101,7 +116,7 @@ def measure_here(options: argparse.Namespace, layers: int, workdir: Path) -> dic
         total = torch.cuda.get_device_properties(options.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.device_cap_gb * 1e9 / total))
     parts = Parts(options.device)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     result = convert(
         str(workdir / f"checkpoint-{layers}"),
         workdir / f"artifact-{layers}",
@@ -109,6 +124,7 @@ def measure_here(options: argparse.Namespace, layers: int, workdir: Path) -> dic
             "head": "e4m3",
             "int4.method": options.method,
             "int4.scale_method": options.scale_method,
+            "int4.group_size": options.group_size,
             "calibration.text": str(workdir / "text.txt"),
             "calibration.windows": options.windows,
             "calibration.allow_few_tokens": True,
@@ -120,8 +136,9 @@ def measure_here(options: argparse.Namespace, layers: int, workdir: Path) -> dic
     )
     memory = result.plan.memory
     seconds = time.perf_counter() - started
-    if "gptq" in result.step_seconds:
+    if "gptq" in result.step_seconds and not options.device.startswith("cpu"):
         parts.seconds["forward"] = result.step_seconds["gptq"] - sum(parts.seconds.values())
+    parts.seconds["cpu"] = time.process_time() - cpu_started
     reserved = torch.cuda.max_memory_reserved() if options.device.startswith("cuda") else None
     return {
         "layers": layers,
@@ -164,6 +181,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq")
     parser.add_argument("--scale-method", default="weighted_search")
+    parser.add_argument("--group-size", type=lambda x: x if x == "auto" else int(x), default="auto")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--device-cap-gb", type=float)
     parser.add_argument("--host-cap-gb", type=float)

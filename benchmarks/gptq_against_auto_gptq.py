@@ -28,7 +28,7 @@ from torch import Tensor
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from fut_convert.calibration import SixteenBitProjection, calibration_layer  # noqa: E402
+from fut_convert.calibration import calibration_layer  # noqa: E402
 from fut_convert.calibration_text import calibration_windows  # noqa: E402
 from fut_convert.checkpoint_model import module_gain, module_weight  # noqa: E402
 from fut_convert.quantize.auto_gptq import solve  # noqa: E402
@@ -36,6 +36,7 @@ from fut_convert.quantize.gptq import GptqSettings, gptq_int4, row_errors  # noq
 from fut_convert.quantize.rtn import rtn_int4  # noqa: E402
 from fut_convert.recipe import CalibrationRecipe  # noqa: E402
 from fut_convert.sequential import SequentialCalibration  # noqa: E402
+from fut_convert.sixteen_bit import SixteenBitProjection  # noqa: E402
 from fut_convert.sources import Source, open_source  # noqa: E402
 from fut_convert.sources.names import EMBEDDING, MODULE_PROJECTIONS  # noqa: E402
 from fut_runtime.artifact.spec import MODULES  # noqa: E402

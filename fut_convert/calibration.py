@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from fut_convert.activation_store import ActivationStore
+from fut_convert.sixteen_bit import SixteenBitProjection, causal_attention
 from fut_runtime.artifact.layout import SITES
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.reference.layer import Attend, LayerWeights, Sixteen, run_layer
 from fut_runtime.reference.numerics import EXACT, row_factor
-from fut_runtime.reference.projection import Projection
 from fut_runtime.rope import rope_tables
 
-#: Bytes of the widest intermediate (gate and up, FP32) of the windows that run together.
-_BATCH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+#: Bytes of the widest intermediate (gate and up, FP32) of the windows that run together. What is larger than 32 MB
+#: malloc takes from the system anew each time, and fresh pages cost more than what is computed in them.
+_BATCH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}
 
 #: What `uncalibrated_scales` allows for: doublings of the residual stream's maximum a block (attention or MLP) and in
 #: all, and fixed E4M3 scales of the attention's output and of silu(gate)·up.
@@ -48,6 +49,25 @@ class LayerStatistics:
         """Initial E4M3 scales FP32 [4]: margin · amax / 448, or 1 where a site was always zero."""
         values = [self.amax[site] for site in SITES]
         return torch.tensor([margin * v / 448 if v > 0 else 1.0 for v in values], dtype=torch.float32)
+
+
+class SiteStatistics:
+    """Adds up what the projections of a layer see, a batch after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = {m: torch.zeros((), dtype=torch.float64, device=device) for m in MODULES}
+        self._maxima = {m: torch.zeros((), device=device) for m in MODULES}
+
+    def observe(self, site: str, product_input: Tensor, stored: Tensor) -> None:
+        """An observer of `Sixteen`."""
+        # A sum over some thousand tokens in FP32 is exact enough; sums over the whole text need more.
+        self._sums[site] = self._sums[site] + product_input.square().sum(dim=0).double()
+        self._maxima[site] = torch.maximum(self._maxima[site], torch.maximum(stored.amax(), -stored.amin()))
+
+    def result(self, tokens: int) -> LayerStatistics:
+        """The statistics over so many tokens in all."""
+        means = {m: s / tokens for m, s in self._sums.items()}
+        return LayerStatistics(means, {m: v.item() for m, v in self._maxima.items()})
 
 
 #: room(name, shape) -> where activations of this shape are kept, under a name that is not in use.
@@ -108,20 +128,12 @@ class Calibration:
     @torch.inference_mode()
     def run_layer(self, layer: LayerWeights) -> LayerStatistics:
         """Advance every window through a layer and return what its projections saw."""
-        sums = {m: torch.zeros((), dtype=torch.float64, device=self.device) for m in MODULES}
-        maxima = {m: torch.zeros((), device=self.device) for m in MODULES}
-
-        def observe(site: str, product_input: Tensor, stored: Tensor) -> None:
-            # A sum over some thousand tokens in FP32 is exact enough; sums over the whole text need more.
-            sums[site] = sums[site] + product_input.square().sum(dim=0).double()
-            maxima[site] = torch.maximum(maxima[site], torch.maximum(stored.amax(), -stored.amin()))
-
-        products = Sixteen(EXACT, self.model.rms_norm_eps, observe)
+        seen = SiteStatistics(self.device)
+        products = Sixteen(EXACT, self.model.rms_norm_eps, seen.observe)
         for batch in self.batches():
             h = batch.states.float()
             self.advance(batch, run_layer(self.model, layer, products, EXACT, h, batch.rope, batch.attend))
-        count = self.count * self.tokens
-        return LayerStatistics({m: s / count for m, s in sums.items()}, {m: v.item() for m, v in maxima.items()})
+        return seen.result(self.count * self.tokens)
 
     @torch.inference_mode()
     def head_second_moment(self) -> Tensor:
@@ -137,7 +149,9 @@ class Calibration:
         for windows in self._slices():
             count = windows.stop - windows.start
             rope = (self._rope[0].repeat(count, 1), self._rope[1].repeat(count, 1))
-            yield Batch(windows, self.hidden.load(windows).flatten(0, 1), rope, self._attend(count))
+            yield Batch(
+                windows, self.hidden.load(windows).flatten(0, 1), rope, partial(causal_attention, windows=count)
+            )
 
     def room(self, name: str, channels: int) -> ActivationStore:
         """Room for activations of all windows, not in use under this name yet."""
@@ -150,28 +164,6 @@ class Calibration:
     def _slices(self) -> Iterator[slice]:
         for first in range(0, self.count, self._batch):
             yield slice(first, min(first + self._batch, self.count))
-
-    def _attend(self, windows: int) -> Attend:
-        """Causal attention inside each of `windows` windows that lie one after another."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            group = q.shape[1] // k.shape[1]
-            q, k, v = (x.bfloat16().unflatten(0, (windows, self.tokens)).transpose(1, 2) for x in (q, k, v))
-            k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-            out = scaled_dot_product_attention(q, k, v, is_causal=True)
-            return out.transpose(1, 2).flatten(0, 1).float()
-
-        return attend
-
-
-@dataclass(frozen=True)
-class SixteenBitProjection(Projection):
-    """A projection that multiplies in BF16 with FP32 accumulation: the tensor cores' (and AMX's) own product."""
-
-    def accumulate(self, x: Tensor) -> Tensor:
-        """Accumulator of x [tokens, in], rounded to BF16 on its way out."""
-        assert isinstance(self.weight, Tensor)
-        return (x.bfloat16() @ self.weight.T).float()
 
 
 def calibration_layer(

@@ -27,12 +27,12 @@ from fut_convert.kept_codes import head_name
 from fut_convert.layer_jobs import LayerJobs
 from fut_convert.manifest import solved_by_gptq
 from fut_convert.module_conversion import LayerWork, ModuleConverter
+from fut_convert.original_layer import OriginalLayer
 from fut_convert.plan import Plan
 from fut_convert.quantize.module import Int4Codes
 from fut_convert.read_ahead import ReadAhead
 from fut_convert.reading_order import EMBEDDING_STEP, layer_step
 from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace
-from fut_convert.sequential import Original
 from fut_convert.sources import Source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM
 from fut_convert.steps import StepClock
@@ -251,14 +251,15 @@ class Conversion:
             m: self.converter.kept_codes(f"{prefix}.{m}", weight_names(layer, m)) for m in MODULES if "int4" in ours[m]
         }
         chosen = {module: codes for module, codes in brought.items() if codes is not None}
+        original: OriginalLayer | None = None
         if self.gptq is not None:
             # Before the checkpoint's windows advance: the quantized layer is to reproduce what it makes of them.
-            original = Original(own, self.calibration.hidden)
+            if self.gptq.corrects:
+                original = OriginalLayer(self.calibration, own)
             with self.clock("gptq"):
                 chosen = self.gptq.layer(layer, weights, gains, biases, norms, original, chosen)
-            del original
-        statistics = self._calibrate(layer, own)
-        del own
+        statistics = self._statistics(layer, own, original)
+        del own, original
         self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
         if self.jobs is not None:
             self.jobs.submit(LayerWork(layer, theirs, statistics.second_moment))
@@ -268,10 +269,11 @@ class Conversion:
                 codes = chosen.pop(module, None)
                 self._module(f"{prefix}.{module}", rows, gains.get(module), moment, codes, formats)
 
-    def _calibrate(self, layer: int, own: LayerWeights) -> LayerStatistics:
+    def _statistics(self, layer: int, own: LayerWeights, original: OriginalLayer | None) -> LayerStatistics:
+        """What calibration saw of a layer of the checkpoint, which runs now unless it has run beside GPTQ's."""
         assert self.calibration is not None
         with self.clock("calibrate"):
-            statistics = self.calibration.run_layer(own)
+            statistics = self.calibration.run_layer(own) if original is None else original.statistics()
         for site, value in statistics.amax.items():
             if not (value < float("inf") and bool(statistics.second_moment[site].isfinite().all())):
                 raise ConvertError(

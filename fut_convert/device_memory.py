@@ -42,18 +42,20 @@ class DeviceMemory:
         steps: step -> bytes without the activations of all windows.
         resident: bytes of those activations that live in every step: hidden states.
         attended: bytes of those that live only while `qkv` and `o` are quantized by GPTQ.
-        middle: bytes of those that live only while `o`, `gate_up` and `down` are: the checkpoint's own in mid-layer.
+        middle: bytes of those that live while all modules are: the checkpoint's own in mid-layer.
+        added: bytes of those that live only while `gate_up` and `down` are: what the checkpoint's `down` adds.
     """
 
     steps: Mapping[str, int]
     resident: int
     attended: int
     middle: int
+    added: int
 
     @property
     def activation_bytes(self) -> int:
-        """All activations of all windows."""
-        return self.resident + self.attended + self.middle
+        """All activations of all windows that live at once."""
+        return self.resident + self.middle + max(self.attended, self.added)
 
     def peak(self, place: str) -> int:
         """Peak with the activations of all windows in a place, one of PLACES."""
@@ -61,10 +63,10 @@ class DeviceMemory:
             return max(self.steps.values())
         beside = {
             "report": -self.resident,
-            "gptq qkv": self.attended,
+            "gptq qkv": self.attended + self.middle,
             "gptq o": self.attended + self.middle,
-            "gptq gate_up": self.middle,
-            "gptq down": self.middle,
+            "gptq gate_up": self.middle + self.added,
+            "gptq down": self.middle + self.added,
         }
         return max(size + self.resident + beside.get(step, 0) for step, size in self.steps.items())
 
@@ -85,13 +87,16 @@ def device_memory(
     codes = _layer_specs(manifest)
     report = {"report": _LIBRARY_BYTES + report_bytes} if report_bytes else {}
     if windows is None:
-        return DeviceMemory({"quantize": _LIBRARY_BYTES + block, **report}, 0, 0, 0)
+        return DeviceMemory({"quantize": _LIBRARY_BYTES + block, **report}, 0, 0, 0, 0)
     count, tokens = windows
     batch = tokens * min(count, windows_at_once(model, tokens, device))
     layer = 2 * sum(sizes[m] for m in MODULES)
     chosen = sum(_code_bytes(spec) for spec in codes.values())
-    steps = {"calibrate": layer + chosen + _forward(model, batch), "quantize": block + chosen}
-    corrected = _corrected(manifest)
+    steps = {"quantize": block + chosen}
+    corrected = bool(codes) and _corrected(manifest)
+    if not corrected:
+        # Else the checkpoint's layer runs beside GPTQ's.
+        steps["calibrate"] = layer + chosen + _forward(model, batch)
     # The checkpoint's layer in BF16, then what takes its place.
     held = layer
     for module, spec in codes.items():
@@ -103,8 +108,8 @@ def device_memory(
     hidden = 2 * count * tokens * model.hidden_size
     attended = 2 * count * tokens * model.module_shape("o")[1] if codes else 0
     sizes_of_steps = {step: _LIBRARY_BYTES + size for step, size in steps.items()}
-    middle = hidden if codes and corrected else 0
-    return DeviceMemory({**sizes_of_steps, **report}, hidden * (2 if codes else 1), attended, middle)
+    beside = hidden if corrected else 0
+    return DeviceMemory({**sizes_of_steps, **report}, hidden * (2 if codes else 1), attended, beside, beside)
 
 
 def _layer_specs(manifest: Manifest) -> dict[str, WeightSpec]:

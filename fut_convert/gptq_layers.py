@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from fut_convert.activation_store import ActivationStore
-from fut_convert.calibration import Room, SixteenBitProjection
+from fut_convert.calibration import Room
 from fut_convert.errors import ConvertError
+from fut_convert.original_layer import OriginalLayer
 from fut_convert.quantize.gptq import GptqResult, GptqSettings
 from fut_convert.quantize.module import Int4Codes
 from fut_convert.quantize.whole_matrix import gptq_module
 from fut_convert.recipe import GptqRecipe, corrects
-from fut_convert.sequential import Original, SequentialCalibration
+from fut_convert.sequential import SequentialCalibration
+from fut_convert.sixteen_bit import SixteenBitProjection
 from fut_runtime.artifact.fragment import dequantize_int4
 from fut_runtime.artifact.manifest import Manifest, WeightSpec
 
@@ -51,6 +53,11 @@ class GptqLayers:
         """Hidden states of all windows behind the quantized layers."""
         return self._calibration.hidden
 
+    @property
+    def corrects(self) -> bool:
+        """Whether each module makes good for those before it, and so needs the checkpoint's layer beside it."""
+        return corrects(self._recipe)
+
     def layer(
         self,
         index: int,
@@ -58,7 +65,7 @@ class GptqLayers:
         gains: Mapping[str, Tensor],
         biases: Mapping[str, Tensor],
         head_norms: tuple[Tensor, Tensor] | None,
-        original: Original,
+        original: OriginalLayer | None,
         kept: Mapping[str, Int4Codes] | None = None,
     ) -> dict[str, Int4Codes]:
         """Codes of the layer's modules, on the device; the next call takes the layer after it.
@@ -68,7 +75,7 @@ class GptqLayers:
             gains: FP32 [in] of the RMSNorm before `qkv` and `gate_up`.
             biases: FP32 [out] of the modules that have one.
             head_norms: Qwen3's q and k gains.
-            original: the checkpoint's layer and its windows before it.
+            original: the checkpoint's layer and its windows before it, where `corrects`.
             kept: codes of modules that keep those of the checkpoint, on the device.
 
         Raises:
@@ -91,8 +98,7 @@ class GptqLayers:
                 bias=None if bias is None else bias.to(self._device),
             )
 
-        beside = original if corrects(self._recipe) else None
-        self._calibration.quantize_layer(at_runtime, head_norms, quantize, beside)
+        self._calibration.quantize_layer(at_runtime, head_norms, quantize, original)
         return chosen
 
     def head(self, weight: Tensor, gain: Tensor) -> Int4Codes:

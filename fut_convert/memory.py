@@ -104,8 +104,9 @@ def estimate_host_bytes(
     if place == "host" or (on_cpu and place == "device"):
         layer += 2 * windows.tokens * model.hidden_size
         if _solver_bytes(manifest):
-            # The states behind the quantized layers, what they attended to, and the checkpoint's own in mid-layer.
-            layer += 2 * windows.tokens * (2 * model.hidden_size + model.module_shape("o")[1])
+            # The states behind the quantized layers, the checkpoint's own in mid-layer, and what the former attended to
+            # or the latter's MLP adds.
+            layer += 2 * windows.tokens * (2 * model.hidden_size + max(model.module_shape("o")[1], model.hidden_size))
     embedding = element * model.vocab_size * model.hidden_size
     return fixed + max(layer, embedding, reported)
 

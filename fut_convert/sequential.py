@@ -8,13 +8,13 @@ what it should have put out, and so makes good for what those before it lost (`f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fut_convert.activation_store import ActivationStore
 from fut_convert.calibration import Calibration
+from fut_convert.original_layer import OriginalLayer
 from fut_runtime.reference.layer import LayerWeights, Sixteen, attention, gated
 from fut_runtime.reference.numerics import ACTIVATION_DTYPE, EXACT, row_factor
 from fut_runtime.reference.projection import Projection, normalized
@@ -30,14 +30,6 @@ Quantize = Callable[[str, Tensor, Tensor | None], Projection]
 Sample = tuple[Tensor, Tensor | None]
 
 
-@dataclass(frozen=True)
-class Original:
-    """A layer of the checkpoint as it is, and the hidden states of the same windows before it."""
-
-    layer: LayerWeights
-    hidden: ActivationStore
-
-
 class SequentialCalibration(Calibration):
     """Hidden states of all windows behind the layers that are quantized already."""
 
@@ -47,7 +39,7 @@ class SequentialCalibration(Calibration):
         gains: Mapping[str, Tensor],
         head_norms: tuple[Tensor, Tensor] | None,
         quantize: Quantize,
-        original: Original | None = None,
+        original: OriginalLayer | None = None,
     ) -> None:
         """Have a layer quantized module by module, and advance every window through the result.
 
@@ -56,7 +48,7 @@ class SequentialCalibration(Calibration):
                 gain that is folded into the weights must not be here, because then the product never sees it.
             head_norms: Qwen3's q and k gains, or None.
             quantize: called for qkv, o, gate_up and down in this order.
-            original: what the layer is to reproduce; it is left as it is.
+            original: what the layer is to reproduce; it is run over its own windows on the way.
         """
         projections: dict[str, Projection] = {}
         norms = (None, None) if head_norms is None else tuple(n.to(self.device) for n in head_norms)
@@ -69,21 +61,16 @@ class SequentialCalibration(Calibration):
         for batch in self.batches():
             h = batch.states.float()
             attended.store(batch.windows, attention(self.model, layer, products, EXACT, h, batch.rope, batch.attend))
-        # The original behind its attention: what its second half starts from.
-        middle = None if original is None else self.room("middle", self.model.hidden_size)
-        projections["o"] = quantize("o", *self._moments(self._attended(attended, products, original, middle)))
+        projections["o"] = quantize("o", *self._moments(self._attended(attended, original)))
         for batch in self.batches():
             x = attended.load(batch.windows).flatten(0, 1).float()
             self.advance(batch, batch.states.float() + products.plain(layer, "o", x))
         attended.close()
-        half = None if original is None or middle is None else Original(original.layer, middle)
 
-        samples = self._after_norm("gate_up", gains.get("gate_up"), half)
+        samples = self._after_norm("gate_up", gains.get("gate_up"), original)
         projections["gate_up"] = quantize("gate_up", *self._moments(samples))
 
-        projections["down"] = quantize("down", *self._moments(self._gated(layer, products, half)))
-        if middle is not None:
-            middle.close()
+        projections["down"] = quantize("down", *self._moments(self._gated(layer, products, original)))
         for batch in self.batches():
             h = batch.states.float()
             self.advance(batch, h + products.plain(layer, "down", gated(layer, products, h)))
@@ -93,45 +80,30 @@ class SequentialCalibration(Calibration):
         """FP32 [hidden, hidden], the Hessian of the head; `gain` is that of the final norm where it is not folded."""
         return self._moments(self._after_norm("head", gain, None))[0]
 
-    def _after_norm(self, module: str, gain: Tensor | None, original: Original | None) -> Iterator[Sample]:
+    def _after_norm(self, module: str, gain: Tensor | None, original: OriginalLayer | None) -> Iterator[Sample]:
         """What enters a projection that follows an RMSNorm, and what the original's puts out."""
         gain = None if gain is None else gain.to(self.device)
         eps = self.model.rms_norm_eps
+        run = {} if original is None else {"qkv": original.qkv, "gate_up": original.gate_up}
         for batch in self.batches():
-            h, wanted = batch.states.float(), None
-            if original is not None:
-                own = original.hidden.load(batch.windows).flatten(0, 1).float()
-                projection = original.layer.projections[module]
-                wanted = projection.accumulate(EXACT.round16(normalized(own, row_factor(own, eps), projection.gain)))
+            wanted = run[module](batch) if run else None
+            h = batch.states.float()
             yield normalized(h, row_factor(h, eps), gain), wanted
 
-    def _attended(
-        self, attended: ActivationStore, products: Sixteen, original: Original | None, middle: ActivationStore | None
-    ) -> Iterator[Sample]:
-        """What enters `o`, and what it would have to add for the original's residual stream; that goes to `middle`."""
+    def _attended(self, attended: ActivationStore, original: OriginalLayer | None) -> Iterator[Sample]:
+        """What enters `o`, and what it would have to add for the original's residual stream."""
         for batch in self.batches():
-            x = attended.load(batch.windows).flatten(0, 1)
-            if original is None or middle is None:
-                yield x, None
-                continue
-            own = original.hidden.load(batch.windows).flatten(0, 1).float()
-            heads = attention(self.model, original.layer, products, EXACT, own, batch.rope, batch.attend)
-            projection = original.layer.projections["o"]
-            out = projection.accumulate(EXACT.round16(heads))
-            middle.store(batch.windows, own + projection.finish(out))
-            yield x, out + own - batch.states.float()
+            wanted = None if original is None else original.o(batch, batch.states.float())
+            yield attended.load(batch.windows).flatten(0, 1), wanted
 
-    def _gated(self, layer: LayerWeights, products: Sixteen, original: Original | None) -> Iterator[Sample]:
+    def _gated(self, layer: LayerWeights, products: Sixteen, original: OriginalLayer | None) -> Iterator[Sample]:
         """What enters `down`, and what it would have to add for the original's residual stream.
 
         Computed anew by who needs it rather than kept: it is the widest activation of the layer.
         """
         for batch in self.batches():
-            h, wanted = batch.states.float(), None
-            if original is not None:
-                own = original.hidden.load(batch.windows).flatten(0, 1).float()
-                wide = EXACT.round16(gated(original.layer, products, own))
-                wanted = original.layer.projections["down"].accumulate(wide) + own - h
+            h = batch.states.float()
+            wanted = None if original is None else original.down(batch, h)
             yield gated(layer, products, h), wanted
 
     def _moments(self, samples: Iterable[Sample]) -> tuple[Tensor, Tensor | None]:

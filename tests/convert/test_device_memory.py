@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from fut_convert import calibration as calibration_module
+from fut_convert import sixteen_bit
 from fut_convert.calibration import Calibration, calibration_layer
 from fut_convert.device_memory import _LIBRARY_BYTES, device_memory
 from fut_convert.gptq_layers import GptqLayers
 from fut_convert.manifest import build_manifest
+from fut_convert.original_layer import OriginalLayer
 from fut_convert.quantize import gptq as gptq_module_
 from fut_convert.recipe import load_recipe
-from fut_convert.sequential import Original
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 from tensor_memory import TensorMemory
 from tiny_artifact import MODEL
@@ -37,12 +38,14 @@ def predicted(model: ModelSpec, windows: tuple[int, int], **options: object) -> 
     states = 2 * windows[0] * windows[1] * model.hidden_size
     if recipe.int4.method == "gptq":
         assert (memory.resident, memory.middle) == (2 * states, states if recipe.gptq.correction else 0)
+        assert memory.added == memory.middle
     return {step: size - _LIBRARY_BYTES for step, size in memory.steps.items()}
 
 
 @pytest.fixture
 def everything_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches and chunks as a GPU has them: larger than these small models."""
+    """Products, batches and chunks as on a GPU: in BF16, and larger than these small models."""
+    monkeypatch.setattr(sixteen_bit, "multiplies_bfloat16", lambda _: True)
     monkeypatch.setattr(calibration_module, "_BATCH_BYTES", {"cpu": 1 << 40})
     monkeypatch.setattr(gptq_module_, "_ERROR_CHUNK", {"cpu": 1 << 17})
 
@@ -83,7 +86,7 @@ def test_gptq_takes_what_was_predicted(
     own = Calibration(model, ids, embed, CPU)
     with TensorMemory() as memory:
         layer = calibration_layer({m: w.clone() for m, w in weights.items()}, gains, {}, None, CPU)
-        layers.layer(0, weights, gains, {}, None, Original(layer, own.hidden))
+        layers.layer(0, weights, gains, {}, None, OriginalLayer(own, layer) if correction else None)
     steps = predicted(model, windows, **options)
     assert max(steps, key=lambda step: steps[step]) == "gptq down"
     assert memory.peak == pytest.approx(steps["gptq down"], rel=0.1)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fut_convert import convert, plan_conversion
-from fut_convert.calibration import Calibration, SixteenBitProjection, calibration_layer
+from fut_convert.calibration import Calibration, calibration_layer
 from fut_convert.checkpoint_model import module_bias, module_gain, module_weight
 from fut_convert.errors import ConvertError, PreflightError, RecipeError
 from fut_convert.quantize.auto_gptq import auto_gptq_int4, auto_gptq_problem
 from fut_convert.recipe import load_recipe
 from fut_convert.sequential import SequentialCalibration
+from fut_convert.sixteen_bit import SixteenBitProjection
 from fut_convert.sources import open_source
 from fut_convert.terminal import gptq_line
 from fut_runtime.artifact.reader import Artifact

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fut_convert.calibration import Calibration, SixteenBitProjection, calibration_layer
+from fut_convert.calibration import Calibration, calibration_layer
 from fut_convert.checkpoint_model import module_bias, module_gain, module_weight
-from fut_convert.sequential import Original, SequentialCalibration
+from fut_convert.original_layer import OriginalLayer
+from fut_convert.sequential import SequentialCalibration
+from fut_convert.sixteen_bit import SixteenBitProjection
 from fut_convert.sources import open_source
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.reference.layer import LayerWeights, Sixteen, run_layer
@@ -56,7 +58,7 @@ def test_it_is_the_output_of_the_original_and_the_error_of_the_stream(
     # What came before is quantized too: the stream has an error of its own.
     other = embed.float() + 0.05 * embed.float().std() * torch.randn(embed.shape, generator=torch.Generator())
     quantized, again = (SequentialCalibration(model, windows, other, CPU) for _ in range(2))
-    before = torch.cat([*own.hidden.parts()])
+    alone = Calibration(model, windows, embed, CPU)
     noisy = {m: perturbed(p, i) for i, (m, p) in enumerate(layer.projections.items())}  # type: ignore[arg-type]
     told: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -65,11 +67,18 @@ def test_it_is_the_output_of_the_original_and_the_error_of_the_stream(
         told[module] = (hessian, wanted)
         return noisy[module]
 
-    quantized.quantize_layer(gains, norms, keep, Original(layer, own.hidden))
-    assert torch.equal(torch.cat([*own.hidden.parts()]), before), "the original's states are not ours to advance"
+    original = OriginalLayer(own, layer)
+    quantized.quantize_layer(gains, norms, keep, original)
     assert list(told) == list(MODULES)
 
-    theirs = inputs_of(model, layer, own)
+    theirs = inputs_of(model, layer, alone)
+    # Beside the quantized layer the original has run as it does by itself.
+    expected_statistics, statistics = alone.run_layer(layer), original.statistics()
+    assert torch.equal(torch.cat([*own.hidden.parts()]), torch.cat([*alone.hidden.parts()]))
+    assert statistics.amax == expected_statistics.amax
+    for module, moment in expected_statistics.second_moment.items():
+        assert torch.equal(statistics.second_moment[module], moment), module
+
     ours = inputs_of(model, LayerWeights(noisy, layer.q_norm, layer.k_norm), again)
     for module, (hessian, wanted) in told.items():
         gain = gains.get(module, torch.ones(()))
