@@ -84,7 +84,7 @@ def device_memory(
     sizes = {name: rows * cols for name, (rows, cols) in ((m, model.module_shape(m)) for m in (*MODULES, "head"))}
     largest = max(sizes[m] for m in (*MODULES, *(["head"] if "head" in manifest.weights else [])))
     block = _BLOCK_BYTES * min(block_weights(device), largest)
-    codes = _layer_specs(manifest)
+    codes = gptq_specs(manifest)
     report = {"report": _LIBRARY_BYTES + report_bytes} if report_bytes else {}
     if windows is None:
         return DeviceMemory({"quantize": _LIBRARY_BYTES + block, **report}, 0, 0, 0, 0)
@@ -112,10 +112,15 @@ def device_memory(
     return DeviceMemory({**sizes_of_steps, **report}, hidden * (2 if codes else 1), attended, beside, beside)
 
 
-def _layer_specs(manifest: Manifest) -> dict[str, WeightSpec]:
-    """INT4 format of each module whose codes GPTQ chooses."""
-    specs = {m: manifest.weights[f"layers.0.{m}"].get("int4") for m in MODULES}
-    return {m: spec for m, spec in specs.items() if spec is not None and spec.method == "gptq"}
+def gptq_specs(manifest: Manifest) -> dict[str, WeightSpec]:
+    """INT4 format of each module whose codes GPTQ chooses, in the layer where it takes most."""
+    largest: dict[str, WeightSpec] = {}
+    for module in MODULES:
+        stored = (manifest.weights[f"layers.{i}.{module}"].get("int4") for i in range(manifest.model.num_layers))
+        specs = [spec for spec in stored if spec is not None and spec.method == "gptq"]
+        if specs:
+            largest[module] = max(specs, key=lambda spec: (spec.padded_shape[1], -(spec.group_size or 0)))
+    return largest
 
 
 def _corrected(manifest: Manifest) -> bool:

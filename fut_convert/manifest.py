@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from fut_convert.group_sizes import overridden_size
 from fut_convert.kept_codes import KeptCodes
 from fut_convert.recipe import AUTO, KVCacheRecipe, Recipe, uses_gptq
 from fut_runtime.artifact.fragment import DEFAULT_SCALE_ORDER
@@ -38,11 +39,11 @@ def build_manifest(
     kept = kept or {}
     modules = [(f"layers.{i}.{module}", module) for i in range(model.num_layers) for module in MODULES]
     weights = {
-        name: {f: weight_spec(model, module, f, recipe, kept.get(name)) for f in recipe.weights}
+        name: {f: weight_spec(model, name, module, f, recipe, kept.get(name)) for f in recipe.weights}
         for name, module in modules
     }
     if not (model.tie_word_embeddings and recipe.head == "bf16"):
-        weights["head"] = {recipe.head: weight_spec(model, "head", recipe.head, recipe, kept.get("head"))}
+        weights["head"] = {recipe.head: weight_spec(model, "head", "head", recipe.head, recipe, kept.get("head"))}
     return Manifest(
         model=model,
         weights=weights,
@@ -65,9 +66,15 @@ def _kv_cache(recipe: KVCacheRecipe) -> KVCacheSpec:
 
 
 def weight_spec(
-    model: ModelSpec, module: str, weight_format: str, recipe: Recipe, kept: KeptCodes | None = None
+    model: ModelSpec, name: str, module: str, weight_format: str, recipe: Recipe, kept: KeptCodes | None = None
 ) -> WeightSpec:
-    """How one projection (a name of MODULES, or `head`) is stored in one format; `kept` where it keeps INT4 codes."""
+    """How a projection is stored in one format.
+
+    Args:
+        name: `layers.{i}.{module}`, or `head`.
+        module: one of MODULES, or `head`.
+        kept: where it keeps the checkpoint's INT4 codes.
+    """
     shape = model.module_shape(module)
     paired = module == "gate_up"
     if weight_format != "int4":
@@ -83,10 +90,7 @@ def weight_spec(
             scale_method="absmax" if weight_format == "e4m3" else None,
         )
     int4 = recipe.int4
-    if kept is not None:
-        group_size = kept.group_size
-    else:
-        group_size = default_group_size(shape[1]) if int4.group_size == AUTO else int(int4.group_size)
+    group_size = _group_size(recipe, name, shape[1]) if kept is None else kept.group_size
     gain = int4.gain if kept is None else "runtime"
     return WeightSpec(
         format="int4",
@@ -101,6 +105,14 @@ def weight_spec(
         method=int4.method if kept is None else kept.method,
         scale_method=recipe.scale_method if kept is None else kept.method,
     )
+
+
+def _group_size(recipe: Recipe, name: str, inputs: int) -> int:
+    """Group size of a module whose codes are chosen by the recipe."""
+    own = overridden_size(recipe.int4.group_size_overrides, name)
+    if own is not None:
+        return own
+    return default_group_size(inputs) if recipe.int4.group_size == AUTO else int(recipe.int4.group_size)
 
 
 def solved_by_gptq(manifest: Manifest) -> bool:

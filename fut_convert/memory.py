@@ -11,6 +11,7 @@ import torch
 
 from fut_convert.calibration import windows_at_once
 from fut_convert.calibration_text import CalibrationWindows
+from fut_convert.device_memory import gptq_specs
 from fut_convert.quantize.module import block_weights
 from fut_convert.reading_order import ReadingOrder
 from fut_convert.sources import Source
@@ -178,8 +179,7 @@ def _module_weights(model: ModelSpec) -> dict[str, int]:
 
 def _solver_bytes(manifest: Manifest) -> int:
     """What GPTQ needs beside a layer for the module that needs most, 0 without it."""
-    specs = [manifest.weights[f"layers.0.{m}"].get("int4") for m in MODULES]
-    shapes = [spec.padded_shape for spec in specs if spec is not None and spec.method == "gptq"]
+    shapes = [spec.padded_shape for spec in gptq_specs(manifest).values()]
     if not shapes:
         return 0
     largest = max(_HESSIAN_BYTES * cols * cols + _SOLVER_BYTES * rows * cols for rows, cols in shapes)

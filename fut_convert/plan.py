@@ -12,7 +12,8 @@ import torch
 from fut_convert.calibration_text import CalibrationWindows, calibration_windows, tokenizer_warnings
 from fut_convert.errors import PreflightError
 from fut_convert.evaluation_text import evaluation_windows
-from fut_convert.kept_codes import KeptModules, plan_kept_codes
+from fut_convert.group_sizes import idle_overrides
+from fut_convert.kept_codes import KeptModules, is_kept, plan_kept_codes
 from fut_convert.manifest import build_manifest
 from fut_convert.memory_budget import MemoryBudget, MemoryPlan, plan_memory
 from fut_convert.plan_rows import ModuleRow, module_rows, padding_warnings
@@ -170,6 +171,7 @@ def make_plan(
     )
     rows = tuple(module_rows(manifest))
     warnings += padding_warnings(manifest, recipe)
+    errors += _idle_group_sizes(manifest, recipe)
     few = windows is not None and windows.tokens < LEAST_CALIBRATION_TOKENS
     if windows is not None and few and not recipe.calibration.allow_few_tokens:
         errors.append(
@@ -253,6 +255,16 @@ def _side_bytes(name: str, content: Path | bytes) -> int:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def _idle_group_sizes(manifest: Manifest, recipe: Recipe) -> list[str]:
+    """A message for each group size that the recipe gives to nothing."""
+    chosen = [name for name, stored in manifest.weights.items() if "int4" in stored and not is_kept(stored["int4"])]
+    return [
+        f"int4.group_size_overrides: {key} names nothing whose INT4 codes are chosen here, in "
+        f"{manifest.model.num_layers} layers{' and the head' if 'head' in chosen else ''}: remove it, or correct it"
+        for key in idle_overrides(recipe.int4.group_size_overrides, chosen)
+    ]
 
 
 def _existing_parent(out: Path) -> Path:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import yaml
 
 from fut_convert.errors import RecipeError
+from fut_convert.group_sizes import GROUP_SIZES, check_overrides
 from fut_convert.quantize.scales import SCALE_METHODS
 from fut_runtime.artifact.fragment import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
 from fut_runtime.artifact.manifest import WEIGHT_FORMATS
 
-GROUP_SIZES: tuple[int, ...] = (32, 64, 128)
 SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
 GPTQ_SOLVERS: tuple[str, ...] = ("fut", "auto-gptq")
 #: Value of a choice that the conversion makes itself.
@@ -90,6 +90,7 @@ class Int4Recipe:
         scale_method: one of SCALE_METHODS, or `auto`: `weighted_search` when calibrated, else `search`.
         group_size: weights that share a scale, or `auto`: the largest of 128, 64 and 32 that divides the input,
             else 64 with padding.
+        group_size_overrides: names of modules -> their group size, see `fut_convert.group_sizes`.
         gain: `runtime` leaves the RMSNorm gain to the decode path, `folded` multiplies it into the weights.
         scale_dtype: storage type of the scales.
         nibble_order: name of the fragment order, see `fut_runtime.artifact.fragment`.
@@ -100,6 +101,7 @@ class Int4Recipe:
     method: str = _key("rtn", _one_of("rtn", "gptq"))
     scale_method: str = _key(AUTO, _one_of(AUTO, *SCALE_METHODS))
     group_size: int | str = _key(AUTO, _one_of(AUTO, *GROUP_SIZES))
+    group_size_overrides: Mapping[str, int] = field(default_factory=dict, metadata={"check": check_overrides})
     gain: str = _key("runtime", _one_of("runtime", "folded"))
     scale_dtype: str = _key("bfloat16", _one_of(*SCALE_DTYPES))
     nibble_order: str = _key(DEFAULT_NIBBLE_ORDER, _one_of(*NIBBLE_ORDERS))

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fut_convert.memory_budget import MemoryPlan
 from fut_convert.plan import Plan
+from fut_convert.plan_rows import ModuleRow
 from fut_convert.report.wording import percent, size
 from fut_convert.result import ConversionResult
 from fut_convert.sources.stream_plan import StreamPlan
@@ -78,11 +79,16 @@ def _plan_table(plan: Plan) -> Table:
         table.add_column(column, justify="right" if column in ("group", "size", "bits") else "left", no_wrap=True)
     for row in plan.rows:
         table.add_row(
-            row.module, row.format, _shape(row.shape), str(row.group_size or ""),
+            _module(row, plan.manifest.model.num_layers), row.format, _shape(row.shape), str(row.group_size or ""),
             "" if row.gain == "none" else row.gain, row.scale_method or "", size(row.bytes),
             f"{row.bits_per_weight:.2f}",
         )  # fmt: skip
     return table
+
+
+def _module(row: ModuleRow, layers: int) -> str:
+    """A module, with the number of its layers where the others store it otherwise."""
+    return row.module if row.layers in (None, layers) else f"{row.module} ×{row.layers}"
 
 
 def _print_warnings(plan: Plan, console: Console) -> None:

@@ -119,6 +119,16 @@ def _artifact_facts(artifact: Artifact, path: Path) -> dict[str, Any]:
         }
         for module in MODULES
     }
+    for module, stored in weights.items():
+        if "int4" in stored:
+            # Layers may differ in it; what is shown of the rest is the first layer's.
+            stored["int4"]["group_sizes"] = sorted(
+                {
+                    int4.group_size
+                    for i in range(spec.num_layers)
+                    if (int4 := manifest.weights[f"layers.{i}.{module}"].get("int4")) is not None and int4.group_size
+                }
+            )
     return {
         "path": str(path),
         "source": manifest.source,
@@ -274,7 +284,8 @@ def _format_text(name: str, details: dict[str, Any]) -> str:
     notes = [details[key] for key in ("method", "scale_method") if key in details]
     if details.get("gain") == "runtime":
         notes.append("gain at run time")
-    group = f" group {details['group_size']}" if "group_size" in details else ""
+    sizes = details.get("group_sizes", [details["group_size"]] if "group_size" in details else [])
+    group = f" group {' and '.join(map(str, sizes))}" if sizes else ""
     return name + group + (f" ({', '.join(notes)})" if notes else "")
 
 
