@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from fut_convert.errors import ConvertError
 from fut_convert.recipe import CalibrationRecipe
 from fut_convert.sources import Source
 from fut_convert.sources.read_errors import read_errors
+from fut_runtime.artifact.json_text import strict_json
 from fut_runtime.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -116,8 +116,8 @@ def checkpoint_tokenizer(source: Source) -> Tokenizer:
     config: dict[str, Any] = {}
     for name in _CONFIG_FILES:
         try:
-            config |= json.loads(contents.get(name, b"{}"))
-        except (ValueError, TypeError, RecursionError) as error:
+            config |= strict_json(contents.get(name, b"{}"), constants=True)
+        except (ValueError, TypeError) as error:
             raise ConvertError(f"{name}: not a JSON object ({error})") from error
     # A chat template that cannot be read is no reason not to calibrate.
     config.pop("chat_template", None)

@@ -14,6 +14,7 @@ from fut_convert.errors import RecipeError
 from fut_convert.group_sizes import GROUP_SIZES, check_overrides
 from fut_convert.quantize.scales import SCALE_METHODS
 from fut_runtime.artifact.fragment import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
+from fut_runtime.artifact.json_text import excerpt
 from fut_runtime.artifact.manifest import WEIGHT_FORMATS
 
 SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
@@ -27,6 +28,9 @@ BUILTIN_TEXT = "builtin"
 #: What `calibration.text` begins with where it names a data set on the Hub.
 HUB_PREFIX = "hub:"
 
+#: The longest recipe that ships has some 2,000.
+_MAX_BYTES = 100_000
+
 #: Turns a value read from YAML or an option into the field's value, or raises ValueError saying what is expected.
 Check = Callable[[Any], Any]
 R = TypeVar("R")
@@ -37,7 +41,7 @@ def _one_of(*choices: Any) -> Check:
         # YAML's true is not the number 1.
         if any(value == choice and type(value) is type(choice) for choice in choices):
             return value
-        near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
+        near = difflib.get_close_matches(excerpt(value).strip("'"), [str(c) for c in choices], n=1)
         raise ValueError(f"one of {', '.join(map(str, choices))}" + (f" (did you mean {near[0]}?)" if near else ""))
 
     return check
@@ -232,10 +236,22 @@ def load_recipe(recipe: str | Recipe, overrides: Mapping[str, Any] | None = None
     return parsed
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error instead of a value that is silently dropped."""
+class _PlainYaml(yaml.SafeLoader):
+    """YAML of plain values in which each stands once.
+
+    A key that stands twice is an error instead of a value that is silently dropped. So are aliases: a few lines of them
+    stand for more values than any memory holds.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not taken; write the value out", problem_mark=mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.MarkedYAMLError(problem="expected keys and values", problem_mark=node.start_mark)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -247,9 +263,15 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def _yaml(path: Path) -> Any:
     try:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            raise RecipeError(f"{path}: has {size} bytes; a recipe has at most {_MAX_BYTES}")
         # A subclass of the safe loader: it makes nothing but plain values.
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainYaml)
+    except RecursionError as error:
+        raise RecipeError(f"{path}: not a readable YAML file: it is nested too deeply") from error
+    # Of values that are not what their form or tag promises (2024-99-99) the library raises these three.
+    except (OSError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise RecipeError(f"{path}: not a readable YAML file: {error}") from error
     return {} if data is None else data
 
@@ -323,7 +345,7 @@ def _find(recipe: str) -> Path:
 def _read(cls: type[R], data: Any, where: str, prefix: str) -> R:
     """Build a recipe dataclass from a mapping, strictly. `prefix` is the dotted place of `data` in the file."""
     if not isinstance(data, Mapping):
-        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the recipe'} is {data!r}, expected keys and values")
+        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the recipe'} is {excerpt(data)}, expected keys and values")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in data.items():
@@ -371,11 +393,11 @@ def _checked(check: Check, value: Any, where: str, key: str) -> Any:
     try:
         return check(value)
     except ValueError as error:
-        raise RecipeError(f"{where}: {key} is {value!r}, expected {error}") from error
+        raise RecipeError(f"{where}: {key} is {excerpt(value)}, expected {error}") from error
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    return f"unknown key {key!r}{_nearest(key, known)}; known keys: {', '.join(known)}"
+    return f"unknown key {excerpt(key)}{_nearest(key, known)}; known keys: {', '.join(known)}"
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

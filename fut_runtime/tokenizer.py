@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
+from fut_runtime.artifact.json_text import strict_json
 from fut_runtime.chat import ChatTemplate
 from fut_runtime.detokenize import Detokenizer
 from fut_runtime.errors import FutError
@@ -201,8 +202,8 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
+        value = strict_json(_read_text(file), constants=True)
+    except ValueError as error:
         raise TokenizerError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{file}: holds {type(value).__name__}, expected a JSON object")

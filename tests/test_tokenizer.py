@@ -65,7 +65,13 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: the tokenizers library"):
         Tokenizer.from_directory(tmp_path)
     byte_level_raw().save(str(tmp_path / "tokenizer.json"))
-    broken = {"{": "not valid", "[" * 100_000: "not valid", "[]": "a JSON object", '{"chat_template": 3}': "int"}
+    broken = {
+        "{": "not valid",
+        "[" * 100_000: "not valid",
+        "[]": "a JSON object",
+        '{"bos_token": "\\ud800"}': "surrogate",
+        '{"chat_template": 3}': "int",
+    }
     for content, message in broken.items():
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(TokenizerError, match=message):

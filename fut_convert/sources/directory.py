@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,7 +29,11 @@ from fut_convert.sources.quantized_matrices import QuantizedMatrices
 from fut_convert.sources.safetensors_file import SafetensorsFile
 from fut_convert.sources.safetensors_header import SafetensorsReader
 from fut_convert.sources.torch_file import TorchFile
+from fut_runtime.artifact.json_text import excerpt, strict_json
 from fut_runtime.artifact.spec import ModelSpec
+
+#: Nothing but a damaged or hostile file is larger.
+_MAX_JSON_BYTES = 100_000_000
 
 WeightFile = SafetensorsReader | TorchFile
 
@@ -48,13 +51,8 @@ class DirectorySource(Source):
         identity = identity or {"kind": "directory", "name": self._root.name}
         self._name = str(identity.get("id") or identity["name"])
         self._refuse_other_contents()
-        config = read_json_object(self._root / "config.json", f"{self._name}: config.json")
-        generation_path = self._root / "generation_config.json"
-        generation = (
-            read_json_object(generation_path, f"{self._name}: generation_config.json")
-            if generation_path.exists()
-            else None
-        )
+        config = read_json_object(self._contained("config.json"), f"{self._name}: config.json")
+        generation = self._json_file("generation_config.json")
         quantized = stored_format(config, self._json_file, self._name)
         spec = model_spec(plain_config(config), generation, self._name)
         self._files: dict[str, WeightFile] = {}
@@ -177,23 +175,23 @@ class DirectorySource(Source):
     def _open_indexed(self, index: str) -> dict[str, TensorInfo]:
         """Open the files that an index names, and no other that may lie about."""
         where = f"{self._name}: {index}"
-        weight_map = read_json_object(self._contained(index), where).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{where}: weight_map is not an object of file names")
-        for name in sorted(set(weight_map.values())):
+        files = weight_map(read_json_object(self._contained(index), where), where)
+        for name in sorted(set(files.values())):
             self._files[name] = self._open_file(name)
         tensors: dict[str, TensorInfo] = {}
-        for tensor, file in weight_map.items():
+        for tensor, file in files.items():
             info = self._files[file].tensors.get(tensor)
             if info is None:
                 self._problems.append(Problem("error", f"{where}: says that {file} holds {tensor}, but it does not"))
             else:
                 tensors[tensor] = info
-        for file in self._files.values():
-            for tensor, info in file.tensors.items():
-                if weight_map.get(tensor) != file.name:
+        for opened in self._files.values():
+            for tensor, info in opened.tensors.items():
+                if files.get(tensor) != opened.name:
                     self._problems.append(
-                        Problem("error", f"{file.name}: holds {tensor} {list(info.shape)}, which {index} does not say")
+                        Problem(
+                            "error", f"{opened.name}: holds {tensor} {list(info.shape)}, which {index} does not say"
+                        )
                     )
         return tensors
 
@@ -205,9 +203,14 @@ class DirectorySource(Source):
         """
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or "\\" in name or not pure.parts:
-            raise CheckpointError(f"{self._name}: refused to follow the file name {name!r}, which leads out of it")
+            raise CheckpointError(
+                f"{self._name}: refused to follow the file name {excerpt(name)}, which leads out of it"
+            )
         path = self._root / pure
-        target = path.resolve()
+        try:
+            target, there = path.resolve(), path.is_file()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, a link to itself
+            raise CheckpointError(f"{self._name}: {excerpt(name)} is no name of a file ({error})") from error
         allowed = [self._root]
         if self._root.parent.name == "snapshots":
             # The Hub's cache keeps files once, by hash, and links to them from each revision.
@@ -216,7 +219,7 @@ class DirectorySource(Source):
             raise CheckpointError(
                 f"{self._name}: {name} is a link that leads out of the checkpoint; put the file itself there"
             )
-        if not target.is_file():
+        if not there:
             raise CheckpointError(f"{self._name}: {name} is missing; the download is incomplete")
         return path
 
@@ -238,14 +241,29 @@ def read_json_object(path: Path, where: str) -> dict[str, Any]:
         CheckpointError: it cannot be read, is not JSON, or holds something else.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{where}: has {size} bytes, expected at most {_MAX_JSON_BYTES}; the file is damaged")
+        data = strict_json(path.read_bytes(), constants=True)
     except OSError as error:
         raise ReadError(f"{where}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: holds a {type(data).__name__}, expected an object")
     return data
+
+
+def weight_map(index: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Tensor -> file, from the contents of an index.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(f"{where}: weight_map is not an object of file names")
+    return files
 
 
 def _resolve_tied(spec: ModelSpec, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> ModelSpec:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from fut_convert.errors import CheckpointError
+from fut_runtime.artifact.json_text import excerpt
 
 #: Largest number a config may give: no size or count of a model comes near it.
 MOST = 2**40
@@ -53,7 +54,8 @@ class Fields:
         value = self.data.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value <= sys.float_info.max:
             raise self.error(key, "a positive number")
         return float(value)
 
@@ -85,4 +87,4 @@ class Fields:
 
     def error(self, key: str, expected: str) -> CheckpointError:
         """The error for a key whose value is not what it must be."""
-        return CheckpointError(f"{self.where}: {key} is {self.data.get(key)!r}, expected {expected}")
+        return CheckpointError(f"{self.where}: {key} is {excerpt(self.data.get(key))}, expected {expected}")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fut_convert.errors import CheckpointError, ReadError
 from fut_convert.sources.base import FLOAT_DTYPES, Problem
+from fut_convert.sources.gguf_metadata import check_types
 from fut_convert.sources.read_errors import read_errors
 
 #: Stored types that are read. The formats with importance-chosen grids (IQ…) and ternary ones are left out.
@@ -31,6 +32,10 @@ READABLE_TYPES: frozenset[str] = frozenset(
 )
 
 _VERSIONS = (2, 3)
+#: Ten times the vocabulary of any model; what it says may take thirty times as much memory as it does in the file.
+_MAX_HEADER_BYTES = 100_000_000
+#: Depth of arrays in arrays; the format's own keys have none.
+_MAX_NESTING = 8
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 
@@ -119,6 +124,8 @@ class GGUFFile:
 
     def _read_matrix(self, tensor: GGUFTensor, rows: int, columns: int, start: int, stop: int) -> Tensor:
         row_bytes = tensor.nbytes // rows
+        if tensor.offset + stop * row_bytes > self._size:  # before memory is taken for what a damaged header promises
+            raise ReadError(f"{self.name}: ends inside {tensor.name}; download the file again")
         dtype = FLOAT_DTYPES.get(tensor.type)
         out = torch.empty((stop - start, columns), dtype=dtype or torch.float32)
         if dtype is not None:
@@ -158,7 +165,8 @@ class GGUFFile:
             key = self._string()
             self.metadata[key] = self._value(self._number("<I"))
         table = [self._table_entry() for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        check_types(self.metadata)
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
         assert self._file is not None
@@ -193,23 +201,27 @@ class GGUFFile:
                 f"{self.name}: {name} is stored as type {type_number}, unknown to this version of the gguf package"
             ) from error
         block, size = GGML_QUANT_SIZES[kind]
+        if 0 in shape:
+            raise ValueError(f"{name} has shape {list(shape)}")
         if shape[-1] % block:
             raise ValueError(f"{name}: rows of {shape[-1]} do not hold whole {kind.name} blocks of {block}")
         return GGUFTensor(name, kind.name, shape, self._number("<Q"), math.prod(shape) // block * size)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == GGUFValueType.STRING:
             return self._string()
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind != GGUFValueType.ARRAY:
             raise ValueError(f"a value of unknown type {kind}")
+        if depth == _MAX_NESTING:
+            raise ValueError(f"arrays are nested more than {_MAX_NESTING} deep")
         item, count = self._number("<I"), self._number("<Q")
         if item in _SCALARS:
             code = _SCALARS[item]
             raw = self._take(count * struct.calcsize(code))
             return list(struct.unpack(f"<{count}{code[1]}", raw))
-        read: Callable[[], Any] = self._string if item == GGUFValueType.STRING else lambda: self._value(item)
+        read: Callable[[], Any] = self._string if item == GGUFValueType.STRING else lambda: self._value(item, depth + 1)
         return [read() for _ in range(count)]
 
     def _string(self) -> str:
@@ -221,7 +233,9 @@ class GGUFFile:
     def _take(self, count: int) -> bytes:
         assert self._file is not None
         # A damaged length must not become an allocation of its size.
-        data = self._file.read(count) if count <= self._size else b""
+        data = self._file.read(count) if count <= min(self._size, _MAX_HEADER_BYTES) else b""
+        if self._file.tell() > _MAX_HEADER_BYTES:
+            raise ValueError(f"it has more than {_MAX_HEADER_BYTES} bytes")
         if len(data) < count:
             raise CheckpointError(
                 f"{self.name}: truncated or damaged, ends within its header ({self._size} bytes); download it again"

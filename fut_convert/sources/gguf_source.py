@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fut_convert.errors import CheckpointError
@@ -38,6 +39,9 @@ _LAYER_NAMES: dict[str, str] = {
 #: Frequency factors of Llama 3; they end up in the config.
 _ROPE_FACTORS = "rope_freqs.weight"
 
+#: More than half the channels of any head.
+_MOST_FREQUENCIES = 4096
+
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -66,7 +70,7 @@ class GGUFSource(Source):
             self._config, self._generation = hugging_face_config(
                 first.metadata,
                 shapes,
-                None if factors is None else factors[0].read_rows(factors[1], 0, factors[1].shape[0]).tolist(),
+                None if factors is None else _rope_factors(*factors),
                 first.name,
             )
             spec = model_spec(self._config, self._generation, first.name)
@@ -161,6 +165,21 @@ def restore_head_rows(rows: Tensor, head_dim: int) -> Tensor:
     """
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _rope_factors(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
+    """`rope_freqs.weight`, one factor a frequency.
+
+    Raises:
+        CheckpointError: it has another shape than any model's, or a value that is no factor.
+    """
+    if len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FREQUENCIES:
+        raise CheckpointError(f"{file.name}: {tensor.name} has shape {list(tensor.shape)}, expected [head_dim / 2]")
+    factors = file.read_rows(tensor, 0, tensor.shape[0]).float()
+    if not bool((torch.isfinite(factors) & (factors > 0)).all()):
+        raise CheckpointError(f"{file.name}: {tensor.name} holds a factor that is not a positive number")
+    values: list[float] = factors.tolist()
+    return values
 
 
 def _identity(file: GGUFFile) -> dict[str, Any]:

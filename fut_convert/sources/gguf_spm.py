@@ -15,6 +15,9 @@ from fut_convert.errors import CheckpointError
 #: SentencePiece's stand-in for a space.
 SPACE = "▁"
 
+#: SentencePiece's own limit is 16 characters by default; long runs of spaces are the longest pieces of real models.
+_MAX_PIECE = 1024
+
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Merges of the pieces, best first; of several ways to join the same piece, the longest left part first.
@@ -49,9 +52,17 @@ def sentencepiece_tokenizer(
             f"{where}: the vocabulary lacks {len(missing)} byte pieces, first <0x{missing[0]:02X}>; "
             "text outside it could not be encoded"
         )
-    model = models.BPE(
-        vocab=vocab, merges=merges_from_scores(scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
+    longest = max(scores, key=len, default="")
+    if len(longest) > _MAX_PIECE:  # the ways to cut it in two are tried one by one
+        raise CheckpointError(
+            f"{where}: the vocabulary holds a piece of {len(longest)} characters, expected at most {_MAX_PIECE}"
+        )
+    try:
+        model = models.BPE(
+            vocab=vocab, merges=merges_from_scores(scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    except Exception as error:  # the library raises plain Exceptions
+        raise CheckpointError(f"{where}: the vocabulary makes no tokenizer ({error})") from error
     tokenizer = Tokenizer(model)
     to_pieces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
     to_text: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

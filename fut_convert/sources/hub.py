@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 
 import fut_runtime.errors
 from fut_convert.errors import CheckpointError, HubError, UnsupportedModelError
 from fut_convert.sources.config import model_spec
-from fut_convert.sources.directory import DirectorySource, read_json_object
+from fut_convert.sources.directory import DirectorySource, read_json_object, weight_map
 from fut_convert.sources.file_kinds import (
     SAFETENSORS_INDEX,
     TORCH_INDEX,
@@ -24,12 +24,13 @@ from fut_convert.sources.file_kinds import (
     is_side_file,
     weight_entries,
 )
-from fut_convert.sources.hub_file import HubFile, HubFiles
+from fut_convert.sources.hub_file import HubFiles
 from fut_convert.sources.hub_stream import StreamedSource
 from fut_convert.sources.quantized_formats import plain_config, stored_format
 from fut_runtime.hub.cached_files import damaged_files, remove_files
 from fut_runtime.hub.download import literal_pattern
 from fut_runtime.hub.failures import Repository
+from fut_runtime.hub.listing import HubFile, listed_files
 from fut_runtime.hub.requests import ask_hub
 
 DEFAULT_REVISION = "main"
@@ -101,7 +102,7 @@ class _Fetch:
         self, model: str, revision: str, token: str | None, endpoint: str | None, cache_dir: Path | None
     ) -> None:
         self._model = model
-        self._revision = revision
+        self._repo = Repository(model, revision, endpoint)
         self._token = token
         self._endpoint = endpoint
         self._cache_dir = cache_dir
@@ -137,7 +138,7 @@ class _Fetch:
         weights = {entry}
         if entry in (SAFETENSORS_INDEX, TORCH_INDEX):
             index = read_json_object(self.file(entry, commit), f"{self._model}: {entry}")
-            weights.update(str(name) for name in dict(index.get("weight_map") or {}).values())
+            weights.update(weight_map(index, f"{self._model}: {entry}").values())
             absent = sorted(weights - listing)
             if absent:
                 raise CheckpointError(f"{self._model}: {entry} names {absent[0]}, which the repository does not have")
@@ -168,12 +169,7 @@ class _Fetch:
 
     def listed(self, commit: str) -> dict[str, HubFile]:
         """The files of a commit, with their sizes and hashes, by name."""
-        api = HfApi(endpoint=self._endpoint, token=self._token)
-        info = self._call(lambda: api.model_info(self._model, revision=commit, files_metadata=True))
-        return {
-            s.rfilename: HubFile(s.rfilename, s.size or 0, str(s.lfs["sha256"] if s.lfs else s.blob_id))
-            for s in info.siblings or []
-        }
+        return _as_hub_errors(lambda: listed_files(self._repo, commit, self._token, sizes=True))
 
     def _whole(self, fetch: Callable[[], list[Path]]) -> list[Path]:
         """Fetch files, and those a second time that were damaged on the way."""
@@ -190,9 +186,7 @@ class _Fetch:
         )
 
     def _listing(self, commit: str) -> set[str]:
-        api = HfApi(endpoint=self._endpoint, token=self._token)
-        info = self._call(lambda: api.model_info(self._model, revision=commit))
-        return {sibling.rfilename for sibling in info.siblings or []}
+        return set(_as_hub_errors(lambda: listed_files(self._repo, commit, self._token)))
 
     def _no_config(self, name: str, revision: str) -> Exception:
         listing = self._listing(revision)
@@ -207,7 +201,12 @@ class _Fetch:
         return CheckpointError(f"{self._model}: has no {name} at revision {revision}, so no model to convert")
 
     def _call(self, request: Callable[[], _Result]) -> _Result:
-        try:
-            return ask_hub(request, Repository(self._model, self._revision, self._endpoint))
-        except fut_runtime.errors.HubError as error:
-            raise HubError(str(error)) from error
+        return _as_hub_errors(lambda: ask_hub(request, self._repo))
+
+
+def _as_hub_errors(request: Callable[[], _Result]) -> _Result:
+    """Make this package's HubError of the runtime's."""
+    try:
+        return request()
+    except fut_runtime.errors.HubError as error:
+        raise HubError(str(error)) from error

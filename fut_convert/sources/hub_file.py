@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,13 @@ from fut_convert.errors import HubError, ReadError
 from fut_runtime.artifact.shard_writer import write_all
 from fut_runtime.artifact.staging import fsync_directory, os_errors
 from fut_runtime.hub.cached_files import matches
+from fut_runtime.hub.listing import HubFile
+
+__all__ = ["HubFile", "HubFiles"]
 
 #: Bytes of a request: few enough to stop between two soon, enough to make nothing of what a request costs.
 PART_BYTES = 32 << 20
 _TIMEOUT_S = 30
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file as the Hub lists it: size in bytes, and SHA-256 or git's SHA-1 of its content."""
-
-    name: str
-    size: int
-    oid: str
 
 
 class HubFiles:

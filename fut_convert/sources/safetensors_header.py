@@ -5,7 +5,6 @@ The format: https://github.com/huggingface/safetensors (8 bytes of header length
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fut_convert.errors import CheckpointError
+from fut_convert.errors import CheckpointError, ReadError
 from fut_convert.sources.base import FLOAT_DTYPES, STORED_DTYPES, Problem, TensorInfo
+from fut_runtime.artifact.json_text import excerpt, strict_json
 
 #: Bits of one element; types that are not here are not measured (and not readable).
 _DTYPE_BITS: dict[str, int] = {
@@ -29,6 +29,9 @@ _DTYPE_BITS: dict[str, int] = {
 #: The limit of the reference implementation; a longer header is garbage.
 _MAX_HEADER_BYTES = 100_000_000
 
+#: More dimensions than any tensor has, and more bytes than any file.
+_MAX_DIMENSIONS = 16
+_MAX_BYTES = 1 << 60
 
 #: Bytes that are read at first: of most files the whole header.
 _FIRST_BYTES = 1 << 16
@@ -42,8 +45,10 @@ class SafetensorsHeader:
         tensors: what it lists.
         offsets: where the bytes of each begin in the file.
         problems: a file shorter or longer than its header says.
+        size: bytes of the file.
     """
 
+    size: int
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -103,6 +108,10 @@ class SafetensorsReader(ABC):
             raise CheckpointError(
                 f"{self.name}: {info.name} is stored as {info.dtype}; readable are {', '.join(readable)}"
             )
+        begin = self.header.offsets[info.name] + skip * dtype.itemsize
+        missing = begin + math.prod(shape) * dtype.itemsize - self.header.size
+        if missing > 0:  # before memory is taken for what a damaged header promises
+            raise ReadError(f"{self.name}: ends inside {info.name}, {missing} bytes early; download the file again")
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel():
             self.read_into(tensor.view(-1).view(torch.uint8).numpy().data.cast("B"), info.name, skip * dtype.itemsize)
@@ -129,16 +138,16 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes]) -> Safe
     text = first[8 : 8 + length]
     if len(text) < length:
         text += read(len(first), 8 + length - len(first))
-    header = SafetensorsHeader()
+    header = SafetensorsHeader(size)
     try:
-        listed = json.loads(text)
+        listed = strict_json(text, constants=False)
         if not isinstance(listed, dict):
             raise TypeError("the header is not an object")
         listed.pop("__metadata__", None)
         end = 8 + length
         for tensor, entry in listed.items():
             end = max(end, _add(header, name, str(tensor), entry, 8 + length))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{name}: its safetensors header cannot be read ({error})") from error
     if end > size:
         message = f"truncated, has {size} bytes where its header says {end}; download the file again"
@@ -151,9 +160,11 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes]) -> Safe
 
 def _add(header: SafetensorsHeader, file: str, name: str, entry: dict[str, Any], data_start: int) -> int:
     """Enter one tensor of the header; returns the offset its bytes end at."""
-    dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-    begin, end = (int(n) for n in entry["data_offsets"])
-    if begin < 0 or end < begin or any(n < 0 for n in shape):
+    dtype, shape, offsets = entry["dtype"], _sizes(entry["shape"]), _sizes(entry["data_offsets"])
+    if not isinstance(dtype, str) or len(offsets) != 2:
+        raise ValueError(f"{name}: dtype {excerpt(dtype)}, offsets {list(offsets)}")
+    begin, end = offsets
+    if end < begin:
         raise ValueError(f"{name}: offsets {begin}:{end}, shape {list(shape)}")
     bits = _DTYPE_BITS.get(dtype)
     if bits is not None and math.prod(shape) * bits // 8 != end - begin:
@@ -161,3 +172,12 @@ def _add(header: SafetensorsHeader, file: str, name: str, entry: dict[str, Any],
     header.tensors[name] = TensorInfo(name, dtype, shape, end - begin, file)
     header.offsets[name] = data_start + begin
     return data_start + end
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """A list of sizes or offsets."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"found {excerpt(value)}, expected up to {_MAX_DIMENSIONS} whole numbers")
+    if math.prod(max(n, 1) for n in value) >= _MAX_BYTES:
+        raise ValueError(f"{excerpt(value)} is more than any file holds")
+    return tuple(value)

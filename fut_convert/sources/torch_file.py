@@ -79,10 +79,11 @@ class TorchFile:
             ) from error
         except OSError as error:
             raise ReadError(f"{self.name}: cannot be read ({error.strerror or error})") from error
-        except (RuntimeError, EOFError, ValueError) as error:
+        except Exception as error:  # a damaged pickle makes the unpickler fail in any way
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise CheckpointError(
-                f"{self.name}: cannot be read as a PyTorch state dict, truncated or damaged "
-                f"({str(error).splitlines()[0]}); download the file again"
+                f"{self.name}: cannot be read as a PyTorch state dict, truncated or damaged ({reason}); "
+                "download the file again"
             ) from error
         if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
             raise CheckpointError(f"{self.name}: not a plain state dict of tensors, perhaps a training checkpoint")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fut_runtime.artifact.json_text import shown
+from fut_runtime.artifact.json_text import excerpt, shown
 from fut_runtime.errors import ArtifactError
 
 #: JSON has no integer limit; nothing in an artifact is larger.
@@ -29,11 +29,11 @@ def read_fields(cls: type, data: Any, where: str) -> dict[str, Any]:
         ArtifactError: not an object, a key unknown or missing, or a value of another type.
     """
     if not isinstance(data, Mapping):
-        raise ArtifactError(f"{where}: found {_shown(data)}, expected an object")
+        raise ArtifactError(f"{where}: found {excerpt(data)}, expected an object")
     declared = {f.name: f for f in fields(cls)}
     unknown = sorted(set(data) - set(declared))
     if unknown:
-        raise ArtifactError(f"{where}: unknown keys {_shown(unknown)}; expected among {sorted(declared)}")
+        raise ArtifactError(f"{where}: unknown keys {excerpt(unknown)}; expected among {sorted(declared)}")
     missing = [
         n for n, f in declared.items() if n not in data and f.default is MISSING and f.default_factory is MISSING
     ]
@@ -50,11 +50,11 @@ def _read(value: Any, hint: Any, where: str) -> Any:
         items = get_args(hint)
         if not isinstance(value, list) or (items[-1] is not Ellipsis and len(value) != len(items)):
             count = "a list" if items[-1] is Ellipsis else f"a list of {len(items)}"
-            raise ArtifactError(f"{where}: found {_shown(value)}, expected {count}")
+            raise ArtifactError(f"{where}: found {excerpt(value)}, expected {count}")
         return tuple(_read(item, items[0], where) for item in value)
     if get_origin(hint) is dict:
         if not isinstance(value, dict):
-            raise ArtifactError(f"{where}: found {_shown(value)}, expected an object")
+            raise ArtifactError(f"{where}: found {excerpt(value)}, expected an object")
         item_hint = get_args(hint)[1]
         return value if item_hint is Any else {k: _read(v, item_hint, f"{where}.{shown(k)}") for k, v in value.items()}
     if hint is float and type(value) in (int, float) and abs(value) < 1e300:
@@ -64,16 +64,11 @@ def _read(value: Any, hint: Any, where: str) -> Any:
     if hint in (bool, str) and type(value) is hint:
         return value
     if hint in (bool, int, float, str):
-        raise ArtifactError(f"{where}: found {_shown(value)}, expected {_TYPE_NAMES[hint]}")
+        raise ArtifactError(f"{where}: found {excerpt(value)}, expected {_TYPE_NAMES[hint]}")
     return value
 
 
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def check_positive(values: Mapping[str, float | int | None], where: str, maximum: float = math.inf) -> None:

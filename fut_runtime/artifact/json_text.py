@@ -16,33 +16,58 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
         where: file name for messages.
 
     Raises:
-        ArtifactError: not UTF-8, not JSON, nested too deeply, not an object, a key given twice, or NaN, infinities and
-            halves of surrogate pairs, which Python would accept but other readers do not.
+        ArtifactError: not an object, or what `strict_json` refuses, NaN and infinities among it.
+    """
+    try:
+        data = strict_json(text, constants=False)
+    except ValueError as error:
+        raise ArtifactError(f"{where}: not valid JSON ({error}); the file is damaged") from error
+    if not isinstance(data, dict):
+        raise ArtifactError(f"{where}: holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def strict_json(text: str | bytes, *, constants: bool) -> Any:
+    """Parse a JSON document that a stranger may have written.
+
+    Args:
+        text: the document, UTF-8 when given as bytes.
+        constants: whether NaN and infinities are taken, which Python writes and other readers refuse.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, nested too deeply, a key given twice, or halves of surrogate pairs, which
+            Python would accept but can neither print nor write again.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ArtifactError(f"{where}: the key {twice!r} stands twice in one object; the file is damaged")
+            twice = next(key for key in result if keys.count(key) > 1)
+            raise ValueError(f"the key {excerpt(twice)} stands twice in one object")
         return result
 
     def no_constant(name: str) -> Any:
-        raise ArtifactError(f"{where}: holds {name}, which is not JSON; the file is damaged")
+        raise ValueError(f"it holds {name}, which is not JSON")
 
     try:
         if isinstance(text, bytes):
             text = text.decode()
-        data = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=None if constants else no_constant)
         if "\\ud" in text.lower():
-            # Half a surrogate pair parses, but no text that holds it can be printed or written again.
             json.dumps(data, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{where}: not valid JSON ({error}); the file is damaged") from error
-    if not isinstance(data, dict):
-        raise ArtifactError(f"{where}: holds a JSON {type(data).__name__}, expected an object")
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     return data
+
+
+def excerpt(value: object) -> str:
+    """A value from a file as it may stand in a message: what Python calls it, cut where that is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells no integer of more than some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def shown(name: str) -> str:

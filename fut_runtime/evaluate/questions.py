@@ -73,7 +73,7 @@ def read_questions(task: str, file: Path) -> list[Question]:
             question = TASKS[task](json.loads(line))
         except KeyError as error:
             raise FutError(f"{file}, line {number}: no {error.args[0]!r}, which a line of {task} has") from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise FutError(f"{file}, line {number}: not a line of {task} ({error})") from error
         texts = (question.query, *question.choices)
         if len(question.choices) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from fut_runtime.artifact.hashing import hash_file
@@ -25,6 +25,7 @@ from fut_runtime.artifact.seal import read_files, read_marker
 from fut_runtime.errors import ArtifactError, HubError
 from fut_runtime.hub.cached_files import remove_files
 from fut_runtime.hub.failures import Repository
+from fut_runtime.hub.listing import listed_files
 from fut_runtime.hub.requests import ask_hub
 
 #: Files outside the sealed set that commands show.
@@ -158,9 +159,7 @@ class _Download:
 
     def _check_listing(self, commit: str, names: Iterable[str]) -> list[str]:
         """Check that the repository has everything, before gigabytes are fetched; returns what else to fetch."""
-        api = HfApi(endpoint=self._repo.endpoint, token=self._token)
-        info = ask_hub(lambda: api.model_info(self._repo.id, revision=commit), self._repo)
-        present = {sibling.rfilename for sibling in info.siblings or []}
+        present = set(listed_files(self._repo, commit, self._token))
         absent = sorted({*names, MARKER_FILE} - present)
         if absent:
             raise ArtifactError(

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+from fut_runtime.artifact.json_text import excerpt
 from fut_runtime.errors import HubError
 from fut_runtime.hub.failures import Repository, explain, retry_after, root_cause, status_of, was_cut_off
 
@@ -18,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 #: Statuses that say: not now.
 _PASSING = (408, 429, 500, 502, 503, 504)
+#: What huggingface_hub raises for an answer that is not what the Hub answers.
+_MISUNDERSTOOD = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 #: Requests in all; huggingface_hub tries some of them several times itself.
 _ATTEMPTS = 4
 #: Longer than this nobody is left waiting without having been asked.
@@ -69,5 +72,10 @@ def _failed(error: Exception, repo: Repository, writing: bool) -> Exception:
         first = (str(error).splitlines() or [""])[0][:200]
         return HubError(
             f"{repo.title}: the upload failed ({type(error).__name__}: {first}); run the same command again"
+        )
+    if not writing and isinstance(error, _MISUNDERSTOOD):
+        return HubError(
+            f"{repo.title}: what {repo.address} answered cannot be understood ({type(error).__name__}: "
+            f"{excerpt(str(error))}); check HF_ENDPOINT, or try again later"
         )
     return error

@@ -58,6 +58,7 @@ def test_hellaswag_is_worded_as_lm_eval_words_it(tmp_path: Path) -> None:
     [
         ("arc_challenge", "{", "line 2: not a line of arc_challenge"),
         ("arc_challenge", "[1]", "line 2: not a line"),
+        ("arc_challenge", "[" * 100_000, "line 2: not a line"),
         ("arc_challenge", {"question": "?"}, "line 2: no 'choices'"),
         ("arc_challenge", {**ARC, "answerKey": "E"}, r"answerKey 'E' is not one of its labels \['A', 'B'\]"),
         ("arc_challenge", {**ARC, "choices": {"text": ["x"], "label": ["A", "B"]}}, "1 texts and 2 labels"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,39 @@ def test_what_comes_damaged_twice_is_named(hub: LocalHub) -> None:
 def test_failures_read_well(hub: LocalHub, waits: list[float], fault: Fault, message: str) -> None:
     hub.faults = [replace(fault)]
     with pytest.raises(HubError, match=message):
+        open_hub_model("some/model")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"id": "some/model"}', b'{"id": "x", "siblings": 3}',
+     b'{"id": "x", "siblings": [{}]}', b'{"id": "x", "siblings": [{"rfilename": {}}]}',
+     b'{"id": "x", "siblings": [{"rfilename": "model.safetensors", "size": "x"}]}'],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_that_is_none(hub: LocalHub, answer: bytes, stream: bool) -> None:
+    hub.infos["some/model"] = answer
+    with pytest.raises((CheckpointError, HubError), match=r"cannot be understood|no weights"):
+        open_hub_model("some/model", stream=stream)
+
+
+@pytest.mark.parametrize("name", ["../../outside.safetensors", "/etc/passwd", "a\\b", "a\0b"])
+def test_names_that_lead_out_are_never_fetched(hub: LocalHub, checkpoint: dict[str, bytes], name: str) -> None:
+    index = json.loads(checkpoint["model.safetensors.index.json"])
+    index["weight_map"]["lm_head.weight"] = name
+    hub.publish("some/model", checkpoint | {"model.safetensors.index.json": json.dumps(index).encode()})
+    names = [*checkpoint, name]
+    info = {"_id": "1", "id": "some/model", "siblings": [{"rfilename": n, "size": 1, "blobId": "0"} for n in names]}
+    hub.infos["some/model"] = json.dumps(info).encode()
+    for stream in (False, True):
+        with pytest.raises(CheckpointError, match=r"index\.json names .*, which the repository does not have"):
+            open_hub_model("some/model", stream=stream)
+    assert not hub.count(r"outside|passwd|a.b")
+
+
+def test_index_of_another_type(hub: LocalHub, checkpoint: dict[str, bytes]) -> None:
+    hub.publish("some/model", checkpoint | {"model.safetensors.index.json": b'{"weight_map": "abc"}'})
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map is not an object of file names"):
         open_hub_model("some/model")
 
 

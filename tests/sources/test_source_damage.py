@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fut_convert.errors import CheckpointError
 from fut_convert.sources import open_source
+from fut_convert.sources.safetensors_file import SafetensorsFile
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -57,6 +58,11 @@ def _header(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def _entry(dtype: bytes, shape: bytes, offsets: bytes) -> bytes:
+    text = b'{"a": {"dtype": %b, "shape": %b, "data_offsets": %b}}' % (dtype, shape, offsets)
+    return _header(text) + b"0000"
+
+
 @pytest.mark.parametrize(
     ("contents", "reason"),
     [
@@ -70,6 +76,17 @@ def _header(text: bytes) -> bytes:
         (_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "data_offsets"),
         (_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}') + b"0000", "does not fill 4 bytes"),
         (_header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}'), "offsets 4:0"),
+        (_entry(b'"F32"', b"[1e999]", b"[0, 4]"), "found [inf], expected up to 16 whole numbers"),
+        (_entry(b'"F32"', b"[1]", b"[0, 1e999]"), "found [0, inf]"),
+        (_entry(b'"F32"', b'"12"', b"[0, 4]"), "found '12'"),
+        (_entry(b'"F32"', b"[1, true]", b"[0, 4]"), "found [1, True]"),
+        (_entry(b'"F32"', b"[0" + b", 9" * 20 + b"]", b"[0, 0]"), "expected up to 16"),
+        (_entry(b'"F32"', b"[0, 4611686018427387904]", b"[0, 0]"), "more than any file holds"),
+        (_entry(b'"F32"', b"[1]", b"[0, " + b"9" * 4000 + b"]"), "more than any file holds"),
+        (_entry(b"[]", b"[1]", b"[0, 4]"), "dtype []"),
+        (_entry(b'"F32"', b"[1]", b"[0, 4, 8]"), "offsets [0, 4, 8]"),
+        (_header(b'{"a": {}, "a": {}}'), "the key 'a' stands twice"),
+        (_header(b'{"\\ud800": {}}'), "surrogates not allowed"),
     ],
 )
 def test_unreadable_safetensors(tmp_path: Path, contents: bytes, reason: str) -> None:
@@ -78,6 +95,17 @@ def test_unreadable_safetensors(tmp_path: Path, contents: bytes, reason: str) ->
     with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
         open_source(str(directory))
     assert reason in str(caught.value)
+
+
+def test_no_memory_is_taken_for_what_the_file_does_not_hold(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    size = 1 << 50
+    path.write_bytes(_entry(b'"F32"', b"[%d]" % size, b"[0, %d]" % (4 * size)))
+    file = SafetensorsFile(path, path.name)
+    assert "truncated" in str(file.problems[0])
+    with pytest.raises(CheckpointError, match=rf"ends inside a, {4 * size - 4} bytes early"):
+        file.read(file.tensors["a"])
+    file.close()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -118,14 +146,45 @@ def test_truncated_or_foreign_pickle(tmp_path: Path) -> None:
         open_source(str(directory))
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../x.safetensors", "..\\x", ""])
-def test_index_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:300] + b"R" + data[300:],
+        lambda data: data.replace(b"_rebuild_tensor_v2", b"_rebuild_parameter"),
+        lambda data: data.replace(b"FloatStorage", b"FloatStoragf"),
+        lambda data: b"\x80\x02." + data[3:],
+        lambda data: b"\x80\x02X\xff\xff\xff\x7fa.",
+        lambda data: b"PK\x03\x04" + data[4:100],
+    ],
+)
+def test_damaged_pickle_is_told_whatever_the_unpickler_says(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    directory = checkpoint(tmp_path / "model", pickled=True)
+    path = directory / "pytorch_model.bin"
+    for zipped in (True, False):
+        torch.save({EMBEDDING: torch.ones(2)}, path, _use_new_zipfile_serialization=zipped)
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: (refused|cannot be read|not a plain)"):
+            open_source(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, "leads out of it") for name in ("../outside", "/etc/passwd", "a/../../x", "..\\x", "")),
+        ("a\0b", "no name of a file"),
+        ("x" * 5000, "no name of a file"),
+        ("itself", "no name of a file|is missing"),
+        ("\ud800", "not valid JSON"),
+    ],
+)
+def test_index_that_leads_out_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     directory = checkpoint(tmp_path / "model", shards=2)
     index = directory / "model.safetensors.index.json"
     data = json.loads(index.read_text())
     data["weight_map"][HEAD] = name
     index.write_text(json.dumps(data))
-    with pytest.raises(CheckpointError, match="leads out of it"):
+    (directory / "itself").symlink_to("itself")
+    with pytest.raises(CheckpointError, match=reason):
         open_source(str(directory))
 
 
@@ -152,6 +211,26 @@ def test_json_nested_without_end(tmp_path: Path, name: str) -> None:
     (directory / name).write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=f"{name}: not valid JSON"):
         open_source(str(directory))
+
+
+def test_key_that_stands_twice_and_number_beyond_all_bounds(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "model")
+    config = (directory / "config.json").read_text().rstrip()
+    (directory / "config.json").write_text(config.removesuffix("}") + ', "vocab_size": 9}')
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON \(the key 'vocab_size' stands twice"):
+        open_source(str(directory))
+    (directory / "config.json").write_text(config.replace("1e-05", "1" + "0" * 400))
+    with pytest.raises(CheckpointError, match=r"rms_norm_eps is 10+…, expected a positive number"):
+        open_source(str(directory))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_links_out_of_the_checkpoint_are_not_followed(tmp_path: Path, name: str) -> None:
+    directory = checkpoint(tmp_path / "model")
+    (directory / name).rename(tmp_path / name)
+    (directory / name).symlink_to(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is a link that leads out"):
+        open_source(str(directory)).side_files()
 
 
 def test_links_within_the_checkpoint_only(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from gguf_models import Tensors, float_tensors, stored_tensors, write_gguf
 
 from fut_convert.errors import CheckpointError, ConvertError, UnsupportedModelError
 from fut_convert.sources import open_source
+from fut_convert.sources.gguf_file import GGUFFile
 from fut_convert.sources.gguf_source import GGUFSource
+from fuzzing.gguf_bytes import nested_arrays
 from synthetic_checkpoint import CheckpointShape
 
 SHAPE = CheckpointShape(layers=1)
@@ -41,6 +43,19 @@ Q = "model.layers.0.self_attn.q_proj.weight"
         ({"llama.attention.key_length": 48, "llama.attention.value_length": 48,
           "llama.rope.dimension_count": 48}, UnsupportedModelError, "heads of 48"),
         ({"tokenizer.ggml.tokens": ...}, CheckpointError, "holds no tokenizer"),
+        ({"tokenizer.ggml.tokens": 7}, CheckpointError, "tokens is 7, expected an array of texts"),
+        ({"tokenizer.ggml.merges": [1, 2]}, CheckpointError, "merges is [1, 2], expected an array of texts"),
+        ({"tokenizer.ggml.token_type": 1}, CheckpointError, "token_type is 1, expected an array of whole numbers"),
+        ({"tokenizer.ggml.scores": [math.nan]}, CheckpointError, "scores is [nan], expected an array of finite"),
+        ({"tokenizer.ggml.bos_token_id": "1"}, CheckpointError, "bos_token_id is '1', expected a whole number"),
+        ({"tokenizer.ggml.add_bos_token": "yes"}, CheckpointError, "add_bos_token is 'yes', expected true or false"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, CheckpointError, "pre is ['gpt-2'], expected a text"),
+        ({"tokenizer.chat_template": 3}, CheckpointError, "chat_template is 3, expected a text"),
+        ({"llama.rope.freq_base": [1.0]}, CheckpointError, "freq_base is [1.0], expected a finite number"),
+        ({"llama.rope.scaling.factor": "2"}, CheckpointError, "factor is '2', expected a finite number"),
+        ({"llama.context_length": "x"}, CheckpointError, "context_length is 'x'"),
+        ({"llama.attention.head_count": [2.0, 2.0]}, CheckpointError, "head_count is [2.0, 2.0]"),
+        ({"split.count": [2]}, CheckpointError, "split.count is [2], expected a whole number"),
     ],
 )  # fmt: skip
 def test_unsupported_model_is_refused(
@@ -152,6 +167,8 @@ def _text(value: bytes) -> bytes:
         (_gguf(tensors=1, rest=_text(b"t") + struct.pack("<I", 9)), "9 dimensions"),
         (_gguf(tensors=1, rest=_text(b"t") + struct.pack("<IQIQ", 1, 32, 999, 0)), "type 999"),
         (_gguf(tensors=1, rest=_text(b"t") + struct.pack("<IQIQ", 1, 33, 2, 0)), "whole Q4_0 blocks"),
+        (_gguf(tensors=1, rest=_text(b"t") + struct.pack("<IQIQ", 1, 0, 0, 0)), "has shape [0]"),
+        (nested_arrays(50_000), "arrays are nested more than 8 deep"),
         (_gguf(tensors=2, rest=(_text(b"t") + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2), "listed twice"),
     ],
 )
@@ -161,6 +178,39 @@ def test_unreadable_header(tmp_path: Path, contents: bytes, reason: str) -> None
     with pytest.raises(CheckpointError, match=r"model\.gguf") as caught:
         open_source(str(path))
     assert reason in str(caught.value)
+
+
+def test_header_longer_than_any_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fut_convert.sources.gguf_file._MAX_HEADER_BYTES", 5000)
+    path = write_gguf(tmp_path / "model.gguf", SHAPE)
+    with pytest.raises(CheckpointError, match="it has more than 5000 bytes"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize(
+    ("factors", "reason"),
+    [
+        (np.ones((2, 16), dtype=np.float32), r"rope_freqs\.weight has shape \[2, 16\], expected \[head_dim / 2\]"),
+        (np.full(32, np.nan, dtype=np.float32), "holds a factor that is not a positive number"),
+        (np.zeros(32, dtype=np.float32), "holds a factor that is not a positive number"),
+        (np.ones(5000, dtype=np.float32), r"has shape \[5000\]"),
+    ],
+)
+def test_rope_factors_that_are_none(tmp_path: Path, factors: np.ndarray[Any, Any], reason: str) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["rope_freqs.weight"] = factors
+
+    with pytest.raises(CheckpointError, match=reason):
+        open_source(str(write_gguf(tmp_path / "model.gguf", SHAPE, change=add)))
+
+
+def test_no_memory_is_taken_for_what_the_file_does_not_hold(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(_gguf(tensors=1, rest=_text(b"t") + struct.pack("<IQIQ", 1, 1 << 50, 0, 0)))
+    file = GGUFFile(path)
+    with pytest.raises(CheckpointError, match="ends inside t"):
+        file.read_rows(file.tensors["t"], 0, 1 << 50)
+    file.close()
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

@@ -55,9 +55,16 @@ def _without_bytes() -> dict[str, Any]:
     return metadata
 
 
+def _with_a_long_piece() -> dict[str, Any]:
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"][-1] = "x" * 2000
+    return metadata
+
+
 @pytest.mark.parametrize(
     ("metadata", "error", "reason"),
     [
+        (_with_a_long_piece(), CheckpointError, "a piece of 2000 characters, expected at most 1024"),
         (_without_bytes(), CheckpointError, "lacks 1 byte pieces, first <0x07>"),
         (sentencepiece_metadata(scores=[0.0]), CheckpointError, "scores is missing or has another length"),
         (sentencepiece_metadata(remove_extra_whitespaces=True), UnsupportedModelError, "remove_extra_whitespaces"),
