@@ -14,6 +14,7 @@ from fut_convert.errors import ConvertError, HubError
 from fut_convert.sources.hub import DEFAULT_REVISION
 from fut_runtime.hub.failures import Repository
 from fut_runtime.hub.requests import ask_hub
+from fut_runtime.hub.secrets import redacted
 
 FORM = "hub:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]"
 DEFAULT_SPLIT = "train"
@@ -107,7 +108,7 @@ def _commit(wanted: HubDataset, reference: str) -> str:
     except fut_runtime.errors.HubError as error:
         raise HubError(f"{error} (expected {FORM}; a text or JSONL file does as well)") from error
     if sha is None:
-        raise HubError(f"{where}: {constants.ENDPOINT} names no commit for {wanted.revision!r}; give one after @")
+        raise HubError(f"{where}: {repo.address} names no commit for {wanted.revision!r}; give one after @")
     return sha
 
 
@@ -137,4 +138,4 @@ def _documents(rows: Any, field: str, reference: str) -> Iterator[str]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return redacted((str(error).splitlines() or [type(error).__name__])[0])

@@ -151,8 +151,9 @@ def print_contents(contents: UploadContents, repo: str, revision: str | None, *,
 
     from fut_runtime.artifact.json_text import shown
     from fut_runtime.artifact.report import size_text
+    from fut_runtime.hub.failures import Repository
 
-    url, branch = f"{constants.ENDPOINT}/{repo}", revision or constants.DEFAULT_REVISION
+    url, branch = Repository(repo).page, revision or constants.DEFAULT_REVISION
     if as_json:
         files = [{"name": file.name, "bytes": file.size} for file in contents.files]
         found = {"repo": repo, "url": url, "revision": branch, "files": files, "bytes": contents.nbytes}

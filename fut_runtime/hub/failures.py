@@ -17,12 +17,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from fut_runtime.hub.secrets import redacted
+
 #: Packages whose exceptions mean that the network failed; which of them huggingface_hub uses depends on its version.
 _TRANSPORTS = ("requests", "httpx", "httpx2", "urllib3")
 #: Of them, those where no connection came about, so that trying again at once is no use.
 _UNREACHABLE = ("ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "UnsupportedProtocol", "SSLError")
 _LOGIN = "log in with `hf auth login` (formerly `huggingface-cli login`) or set HF_TOKEN"
-_TOKEN = re.compile(r"\bhf_\w+")
 _INCOMPLETE = "Consistency check failed"
 
 
@@ -48,8 +49,8 @@ class Repository:
 
     @property
     def address(self) -> str:
-        """Address of the Hub."""
-        return (self.endpoint or constants.ENDPOINT).rstrip("/")
+        """Address of the Hub, for messages: without a password."""
+        return redacted((self.endpoint or constants.ENDPOINT).rstrip("/"))
 
     @property
     def page(self) -> str:
@@ -133,7 +134,7 @@ def was_cut_off(error: BaseException) -> bool:
 def server_words(error: BaseException) -> str:
     """What the Hub itself says about a refusal, fit for a message; empty where it says nothing."""
     words = " ".join(str(getattr(error, "server_message", None) or "").split())
-    return _TOKEN.sub("hf_…", "".join(c for c in words if c.isprintable()))[:200].rstrip(". ")
+    return redacted("".join(c for c in words if c.isprintable()))[:200].rstrip(". ")
 
 
 def _is_transport(error: BaseException) -> bool:

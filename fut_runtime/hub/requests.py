@@ -12,6 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from fut_runtime.artifact.json_text import excerpt
 from fut_runtime.errors import HubError
 from fut_runtime.hub.failures import Repository, explain, retry_after, root_cause, status_of, was_cut_off
+from fut_runtime.hub.secrets import redact_chain, redacted
 
 _Result = TypeVar("_Result")
 
@@ -64,18 +65,19 @@ def _wait(cause: BaseException, attempt: int) -> int | None:
 
 
 def _failed(error: Exception, repo: Repository, writing: bool) -> Exception:
+    redact_chain(error)
     message = explain(error, repo, writing=writing)
     if message is not None:
         return HubError(message)
     if writing and isinstance(error, (RuntimeError, ValueError)):
         # Of the storage behind the Hub, or of its answer: types of its own it does not have.
-        first = (str(error).splitlines() or [""])[0][:200]
+        first = redacted((str(error).splitlines() or [""])[0])[:200]
         return HubError(
             f"{repo.title}: the upload failed ({type(error).__name__}: {first}); run the same command again"
         )
     if not writing and isinstance(error, _MISUNDERSTOOD):
         return HubError(
             f"{repo.title}: what {repo.address} answered cannot be understood ({type(error).__name__}: "
-            f"{excerpt(str(error))}); check HF_ENDPOINT, or try again later"
+            f"{excerpt(redacted(str(error)))}); check HF_ENDPOINT, or try again later"
         )
     return error
