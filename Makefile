@@ -120,6 +120,10 @@ format: $(VENV)/.stamp-dev  ## rewrite the sources as ruff and clang-format want
 	$(BIN)/ruff format $(PYTHON_CODE)
 	$(if $(C_SOURCES),$(BIN)/clang-format -i $(C_SOURCES))
 
+.PHONY: docs
+docs: $(VENV)/.stamp-dev  ## build the documentation as a site, into site/; any warning fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+
 .PHONY: dist
 dist: $(VENV)/.stamp-dev  ## build the wheel and the sdist into dist/
 	rm -rf build/lib build/bdist.* dist
@@ -133,7 +137,7 @@ ci:  ## everything that continuous integration checks
 # ---------------------------------------------------------------- housekeeping
 .PHONY: clean distclean help
 clean:  ## remove build products and caches; keep .venv and the downloaded model
-	rm -rf build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f fut_runtime/cuda/_fut.so
 	find fut_convert fut_runtime csrc tests -name __pycache__ -prune -exec rm -rf {} +
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -16,6 +17,8 @@ from repository import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = ("fut-convert", "fut-run", "fut-artifact")
+#: A heading that is a message, in the page that is keyed by them.
+MESSAGE = re.compile(r"^### `([^`]+)`$", flags=re.M)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -79,6 +82,37 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" not in target and not target.startswith("#") and not (page.parent / target.split("#")[0]).exists()
     ]
     assert not missing
+
+
+def texts_of_the_source() -> set[str]:
+    """Every string in the packages; what is filled in when the program runs is `…`."""
+    texts = set()
+    for package in ("fut_convert", "fut_runtime"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.add(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    texts.add("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+    return texts
+
+
+def says(text: str, message: str) -> bool:
+    """Whether a text of the source holds the fixed parts of a message, in their order."""
+    return re.search(".*".join(map(re.escape, message.split("…"))), text, flags=re.S) is not None
+
+
+def test_messages_that_troubleshooting_quotes_are_the_programs() -> None:
+    messages = MESSAGE.findall((REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    texts = texts_of_the_source()
+    assert len(messages) > 40 and len(set(messages)) == len(messages)
+    assert [m for m in messages if not any(says(text, m) for text in texts)] == []
+    assert not any(says(text, "is a Git LFS pointer, … the code") for text in texts)
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+    assert sorted(listed) == sorted(p.name for p in (REPOSITORY / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPOSITORY)))
