@@ -104,7 +104,7 @@ class Table:
     "--rows",
     default="all",
     show_default=True,
-    help="all, or some of rtn,absmax_7,absmax_7.5,search,folded,gptq,published,builtin,gptq-builtin,kv,fp8,serve.",
+    help="all, or some: rtn,absmax_7,absmax_7.5,search,folded,gptq,published,builtin,gptq-builtin,fold-v,kv,fp8,serve.",
 )
 @click.option("--gptq", "changed", type=(str, float), multiple=True, help="Recipe key and number for the GPTQ rows.")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
@@ -157,6 +157,11 @@ def main(
             with _converted(model, gptq, device) as artifact:
                 table.row("GPTQ", _runner(artifact, device, kv_cache="bf16"))
                 table.row("GPTQ + INT4 cache", _runner(artifact, device))
+        if include("fold-v"):
+            for name, options in (("RTN weighted_search", calibrated | {"weights": ["int4"]}), ("GPTQ", gptq)):
+                with _converted(model, options | {"kv_cache.fold_v": True}, device) as artifact:
+                    table.row(f"{name}, V's rotation folded", _runner(artifact, device, kv_cache="bf16"))
+                    table.row(f"{name}, V's rotation folded + INT4 cache", _runner(artifact, device))
         if include("gptq-builtin"):
             with _converted(model, gptq | {"calibration.text": "builtin"}, device) as artifact:
                 table.row("GPTQ, built-in text", _runner(artifact, device, kv_cache="bf16"))

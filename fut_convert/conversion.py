@@ -21,6 +21,7 @@ from fut_convert.checkpoint_model import (
     weight_names,
 )
 from fut_convert.errors import ConvertError
+from fut_convert.fold_values import fold_bias, fold_weight
 from fut_convert.gptq_layers import GptqLayers
 from fut_convert.job_process import LayerDone
 from fut_convert.kept_codes import head_name
@@ -226,7 +227,10 @@ class Conversion:
             norms = (q_norm, k_norm)
             self.write(f"{prefix}.q_norm", q_norm)
             self.write(f"{prefix}.k_norm", k_norm)
-        biases = {m: module_bias(self.load, layer, m) for m in MODULES if self.model.module_bias(m)}
+        manifest = self.plan.manifest
+        biases = {
+            m: fold_bias(module_bias(self.load, layer, m), manifest, m) for m in MODULES if self.model.module_bias(m)
+        }
         for module, bias in biases.items():
             self.write(f"{prefix}.{module}.bias", bias)
         if self.calibration is None:
@@ -238,7 +242,7 @@ class Conversion:
             else:
                 self.module_error |= self.converter.layer(work)
             return
-        weights = {m: module_weight(self.load, layer, m) for m in MODULES}
+        weights = {m: fold_weight(module_weight(self.load, layer, m), manifest, m) for m in MODULES}
         self.reader.announce(layer + 1)
         own = calibration_layer(weights, gains, biases, norms, self.device)
         # Other processes read the checkpoint's codes themselves, and choose none of GPTQ's, which depend on what came

@@ -62,7 +62,7 @@ def _kv_cache(recipe: KVCacheRecipe) -> KVCacheSpec:
     """The cache a recipe asks for. 16 bits have neither codes to rotate for nor zero points."""
     if recipe.bits == 16:
         return KVCacheSpec(bits=16, rotation=False, zero_point=False)
-    return KVCacheSpec(recipe.bits, recipe.rotation, recipe.zero_point)
+    return KVCacheSpec(recipe.bits, recipe.rotation, recipe.zero_point, recipe.fold_v)
 
 
 def weight_spec(

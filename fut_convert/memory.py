@@ -12,6 +12,7 @@ import torch
 from fut_convert.calibration import windows_at_once
 from fut_convert.calibration_text import CalibrationWindows
 from fut_convert.device_memory import gptq_specs
+from fut_convert.fold_values import FOLDED_MODULES
 from fut_convert.quantize.module import block_weights
 from fut_convert.reading_order import ReadingOrder
 from fut_convert.sources import Source
@@ -88,6 +89,9 @@ def estimate_host_bytes(
         return fixed + reported
     # A stacked module exists in parts and as a whole while it is put together.
     layer = element * (sum(weights.values()) + max(weights.values()))
+    if manifest.kv_cache.v_folded:
+        # What the rotation changes is kept in FP32.
+        layer += 4 * sum(weights[module] for module in FOLDED_MODULES)
     if not on_cpu:
         # The layer that is read ahead.
         layer += element * sum(weights.values())

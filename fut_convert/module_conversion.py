@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fut_convert.checkpoint_model import Rows, module_gain, stacked_rows, weight_names
 from fut_convert.errors import ConvertError
+from fut_convert.fold_values import fold_rows
 from fut_convert.kept_codes import is_kept, load_kept_codes
 from fut_convert.quantize.module import Int4Codes, ModuleQuantizer, RowBlock, relative_error
 from fut_convert.sources import Source
@@ -76,7 +77,7 @@ class ModuleConverter:
             gain = module_gain(self._source.load, work.layer, module)
             moment = None if work.second_moment is None else work.second_moment[module]
             kept = self.kept_codes(name, matrices) if "int4" in formats else None
-            rows = stacked_rows(self._source, matrices)
+            rows = fold_rows(stacked_rows(self._source, matrices), self._manifest, module)
             errors |= self.convert(name, rows, gain, moment, kept, formats)
         return errors
 

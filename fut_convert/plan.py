@@ -12,6 +12,7 @@ import torch
 from fut_convert.calibration_text import CalibrationWindows, calibration_windows, tokenizer_warnings
 from fut_convert.errors import PreflightError
 from fut_convert.evaluation_text import evaluation_windows
+from fut_convert.fold_values import FOLDED_MODULES
 from fut_convert.group_sizes import idle_overrides
 from fut_convert.kept_codes import KeptModules, is_kept, plan_kept_codes
 from fut_convert.manifest import build_manifest
@@ -171,7 +172,7 @@ def make_plan(
     )
     rows = tuple(module_rows(manifest))
     warnings += padding_warnings(manifest, recipe)
-    errors += _idle_group_sizes(manifest, recipe)
+    errors += _idle_group_sizes(manifest, recipe) + _unfoldable(manifest)
     few = windows is not None and windows.tokens < LEAST_CALIBRATION_TOKENS
     if windows is not None and few and not recipe.calibration.allow_few_tokens:
         errors.append(
@@ -255,6 +256,23 @@ def _side_bytes(name: str, content: Path | bytes) -> int:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def _unfoldable(manifest: Manifest) -> list[str]:
+    """A message where V's rotation is to go into codes that the checkpoint brought."""
+    if not manifest.kv_cache.v_folded:
+        return []
+    packed = [
+        name
+        for name, stored in manifest.weights.items()
+        if name.rpartition(".")[2] in FOLDED_MODULES and is_kept(stored.get("int4"))
+    ]
+    if not packed:
+        return []
+    return [
+        f"kv_cache.fold_v multiplies a rotation into weights, which the checkpoint's own codes of {packed[0]} and "
+        f"{len(packed) - 1} more cannot take: leave it out, or quantize them anew (--requantize)"
+    ]
 
 
 def _idle_group_sizes(manifest: Manifest, recipe: Recipe) -> list[str]:

@@ -125,11 +125,15 @@ class GptqRecipe:
 
 @dataclass(frozen=True)
 class KVCacheRecipe:
-    """KV cache of the decode path: 4 bits, with Hadamard rotation and zero points, or 16."""
+    """KV cache of the decode path: 4 bits, with Hadamard rotation and zero points, or 16.
+
+    `fold_v` multiplies the rotation of V into the weights, see `fut_convert.fold_values`.
+    """
 
     bits: int = _key(4, _one_of(4, 16))
     rotation: bool = _key(True, _flag)
     zero_point: bool = _key(True, _flag)
+    fold_v: bool = _key(False, _flag)
 
 
 @dataclass(frozen=True)
@@ -284,6 +288,8 @@ def _check_consistency(recipe: Recipe, where: str) -> None:
         )
     if recipe.gptq.solver != "fut":
         _check_foreign_solver(recipe, where)
+    if recipe.kv_cache.fold_v:
+        _check_folded_values(recipe, where)
     if recipe.int4.method == "gptq" and uses_int4(recipe):
         if not recipe.calibration.enabled:
             raise RecipeError(
@@ -295,6 +301,20 @@ def _check_consistency(recipe: Recipe, where: str) -> None:
                 f"{where}: int4.method gptq calibrates a head in INT4 behind layers in INT4, but weights are "
                 f"{', '.join(recipe.weights)}; add int4 to weights, or choose rtn (--method rtn)"
             )
+
+
+def _check_folded_values(recipe: Recipe, where: str) -> None:
+    cache = recipe.kv_cache
+    if cache.bits != 4 or not cache.rotation:
+        raise RecipeError(
+            f"{where}: kv_cache.fold_v folds the rotation of V into the weights, but kv_cache.bits is {cache.bits} and "
+            f"kv_cache.rotation {str(cache.rotation).lower()}, so nothing is rotated; leave fold_v out"
+        )
+    if "bf16" in recipe.weights:
+        raise RecipeError(
+            f"{where}: kv_cache.fold_v changes the weights of v and o, but weights has bf16, which stores the "
+            "checkpoint's own; remove bf16 from weights, or leave fold_v out"
+        )
 
 
 def _check_foreign_solver(recipe: Recipe, where: str) -> None:

@@ -32,6 +32,7 @@ def report_contents(result: ConversionResult, files_sha256: str) -> dict[str, An
         "kv_cache": {
             "bits": manifest.kv_cache.bits,
             "rotation": manifest.kv_cache.rotation,
+            "v_folded": manifest.kv_cache.v_folded,
             "zero_point": manifest.kv_cache.zero_point,
         },
         "calibration": manifest.calibration,

@@ -25,7 +25,8 @@ def _head(contents: dict[str, Any]) -> Iterator[str]:
     calibration, cache = contents["calibration"], contents["kv_cache"]
     yield f"# Quality of the conversion of {_identity(source)}"
     yield ""
-    detail = [w for w, on in (("rotated", cache["rotation"]), ("with zero points", cache["zero_point"])) if on]
+    rotated = "rotated, V by its weights" if cache["v_folded"] else "rotated"
+    detail = [w for w, on in ((rotated, cache["rotation"]), ("with zero points", cache["zero_point"])) if on]
     millions = f"{model['weights'] / 1e6:,.{1 if model['weights'] < 1e8 else 0}f}"
     yield from table(
         ("", ""),

@@ -53,6 +53,8 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     _check_head(manifest, where)
     if manifest.kv_cache.bits not in _KV_BITS:
         raise ArtifactError(f"{where}: kv_cache.bits is {manifest.kv_cache.bits}, expected one of {_KV_BITS}")
+    if manifest.kv_cache.v_folded and not (manifest.kv_cache.bits == 4 and manifest.kv_cache.rotation):
+        raise ArtifactError(f"{where}: kv_cache.v_folded is true, expected bits 4 and rotation true beside it")
     check_positive({"margin": manifest.activation.margin}, f"{where}: activation", 1e6)
     for name in manifest.side_files:
         check_foreign_name(name, f"{where}: side_files")

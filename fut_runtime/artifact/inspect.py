@@ -146,6 +146,7 @@ def summary(artifact: Artifact) -> dict[str, Any]:
             "bits": manifest.kv_cache.bits,
             "rotation": manifest.kv_cache.rotation,
             "zero_point": manifest.kv_cache.zero_point,
+            "v_folded": manifest.kv_cache.v_folded,
         },
         "head": manifest.head,
         "side_files": sorted(manifest.side_files),

@@ -61,11 +61,21 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """Decode cache: `bits` 4 with `rotation` and `zero_point`, or 16 for a BF16 cache."""
+    """Decode cache: `bits` 4 with `rotation` and `zero_point`, or 16 for a BF16 cache.
+
+    `v_folded` says that the rotation of V is in the weights: V comes out of its product rotated, and `o` takes rotated
+    heads. Then a rotated cache rotates q and K alone.
+    """
 
     bits: int = 4
     rotation: bool = True
     zero_point: bool = True
+    v_folded: bool = False
+
+    @property
+    def rotates_v(self) -> bool:
+        """Whether V is rotated on its way into the cache, and the attention's output on its way out."""
+        return self.rotation and not self.v_folded
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,9 @@ class Manifest:
             name: {fmt: {k: v for k, v in asdict(spec).items() if v is not None} for fmt, spec in formats.items()}
             for name, formats in self.weights.items()
         }
+        if not self.kv_cache.v_folded:
+            # Left out where it says nothing, so that readers that do not know it need not.
+            del data["kv_cache"]["v_folded"]
         data["side_files"] = list(self.side_files)
         data["format"] = FORMAT_NAME
         try:

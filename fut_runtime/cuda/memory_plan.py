@@ -35,7 +35,7 @@ def choose_cache(manifest: Manifest, kv_cache: str | None) -> KVCacheSpec:
     """The cache asked for: `int4`, `bf16`, or None for what the artifact says.
 
     Raises:
-        UnsupportedError: another name.
+        UnsupportedError: another name, or an INT4 cache whose V comes rotated.
     """
     if kv_cache not in (None, "int4", "bf16"):
         raise UnsupportedError(f"kv_cache is {kv_cache!r}, expected one of int4, bf16")
@@ -43,6 +43,11 @@ def choose_cache(manifest: Manifest, kv_cache: str | None) -> KVCacheSpec:
         return KVCacheSpec(bits=16, rotation=False, zero_point=False)
     if kv_cache == "int4" and manifest.kv_cache.bits != 4:
         return KVCacheSpec()
+    if manifest.kv_cache.v_folded:
+        raise UnsupportedError(
+            "the artifact's weights have the rotation of V in them (kv_cache.v_folded), and the CUDA kernels rotate V "
+            "themselves: choose kv_cache bf16 or the reference backend, or convert again without kv_cache.fold_v"
+        )
     return manifest.kv_cache
 
 

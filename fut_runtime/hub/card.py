@@ -150,7 +150,8 @@ def _head(artifact: Artifact, repo: str | None, metadata: dict[str, Any]) -> Ite
         f"format {manifest.format_version}, and no checkpoint that transformers can load."
     )
     yield ""
-    detail = [w for w, on in (("rotated", cache.rotation), ("with zero points", cache.zero_point)) if on]
+    rotated = "rotated, V by its weights" if cache.v_folded else "rotated"
+    detail = [w for w, on in ((rotated, cache.rotation), ("with zero points", cache.zero_point)) if on]
     calibration = manifest.calibration
     tied = "" if "head" in manifest.weights else ", the embedding's"
     rows = [

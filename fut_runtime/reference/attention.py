@@ -40,7 +40,8 @@ def attend_quantized(
 ) -> Tensor:
     """Attention over the INT4 cache, with scales and zero points outside the inner products.
 
-    S = s_k (q·codes) + z_k Σq and O = Σ (p s_v) codes + Σ p z_v, q rotated like K and the output rotated back.
+    S = s_k (q·codes) + z_k Σq and O = Σ (p s_v) codes + Σ p z_v, q rotated like K and the output rotated back, unless
+    the weights take it rotated.
     Shapes as in `attend`. q is rounded to 16 bits as an MMA operand; p·s_v is not, since codes are up to five times the
     spread of the values they stand for and would multiply its rounding (the kernels keep 11 bits of it).
     """
@@ -64,7 +65,7 @@ def attend_quantized(
         shift = (p * v_zero[..., :seen]).sum(dim=-1, keepdim=True)
         blocks.append(((out + shift.permute(2, 0, 1, 3)) / total.permute(2, 0, 1, 3)).flatten(1, 2))
     out = torch.cat(blocks)
-    return rotate(out, signs) if spec.rotation else out
+    return rotate(out, signs) if spec.rotates_v else out
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,8 +88,8 @@ class RequestCache:
 
     def _write_codes(self, layer: int, k: Tensor, v: Tensor) -> None:
         span = slice(self.length, self.length + k.shape[0])
-        for cache, x in zip(self._codes[layer], (k, v), strict=True):
-            new = quantize_heads(x, self.spec, self.signs)
+        for cache, x, rotated in zip(self._codes[layer], (k, v), (False, self.spec.v_folded), strict=True):
+            new = quantize_heads(x, self.spec, self.signs, rotated=rotated)
             cache.codes[span], cache.scale[span], cache.zero[span] = new.codes, new.scale, new.zero
 
     def _empty_codes(self) -> QuantizedHeads:
@@ -112,7 +112,8 @@ class RequestCache:
     def _rebuilt_history(self) -> list[tuple[Tensor, Tensor]]:
         history = self._empty_history()
         for layer, stores in enumerate(history):
-            for cache, store in zip(self.codes(layer), stores, strict=True):
+            turned = (self.spec.rotation, self.spec.rotates_v)
+            for cache, store, rotated in zip(self.codes(layer), stores, turned, strict=True):
                 x = cache.dequantized(self.numerics.dtype)
-                store[: self.length] = rotate(x, self.signs) if self.spec.rotation else x
+                store[: self.length] = rotate(x, self.signs) if rotated else x
         return history

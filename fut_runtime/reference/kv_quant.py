@@ -34,13 +34,14 @@ class QuantizedHeads:
         return QuantizedHeads(self.codes[:count], self.scale[:count], self.zero[:count])
 
 
-def quantize_heads(x: Tensor, spec: KVCacheSpec, signs: Tensor) -> QuantizedHeads:
+def quantize_heads(x: Tensor, spec: KVCacheSpec, signs: Tensor, *, rotated: bool = False) -> QuantizedHeads:
     """Quantise K (after RoPE) or V: x [tokens, heads, head_dim] in the compute dtype, `signs` the Hadamard block.
 
+    `rotated` says that x has its rotation already, as V has where that is in the weights.
     Scale and zero point are rounded to BF16 before the codes are chosen, the zero point first, so that the scale
     spans what the rounded zero point leaves. A constant head gets scale 1 and codes 0.
     """
-    if spec.rotation:
+    if spec.rotation and not rotated:
         x = rotate(x, signs)
     low, high = x.amin(dim=-1), x.amax(dim=-1)
     if spec.zero_point:
