@@ -16,7 +16,7 @@ from fut_convert.recipe import CalibrationRecipe
 from fut_convert.sources import Source
 from fut_convert.sources.read_errors import read_errors
 from fut_runtime.artifact.json_text import strict_json
-from fut_runtime.tokenizer import Tokenizer
+from fut_runtime.tokenizer import Tokenizer, TokenizerError, library_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")
@@ -110,9 +110,10 @@ def checkpoint_tokenizer(source: Source) -> Tokenizer:
     with read_errors(TOKENIZER_FILE):
         contents = {n: c if isinstance(c, bytes) else c.read_bytes() for n, c in files.items()}
     try:
-        raw = RawTokenizer.from_str(contents[TOKENIZER_FILE].decode("utf-8"))
-    except Exception as error:  # the library raises bare Exception for a file it cannot parse
-        raise ConvertError(f"{TOKENIZER_FILE}: cannot be read ({error})") from error
+        with library_errors(f"{TOKENIZER_FILE}: cannot be read"):
+            raw = RawTokenizer.from_str(contents[TOKENIZER_FILE].decode("utf-8"))
+    except TokenizerError as error:
+        raise ConvertError(str(error)) from error
     config: dict[str, Any] = {}
     for name in _CONFIG_FILES:
         try:

@@ -14,7 +14,7 @@ from fut_convert.errors import RecipeError
 from fut_convert.group_sizes import GROUP_SIZES, check_overrides
 from fut_convert.quantize.scales import SCALE_METHODS
 from fut_runtime.artifact.fragment import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
-from fut_runtime.artifact.json_text import excerpt
+from fut_runtime.artifact.json_text import excerpt, shown
 from fut_runtime.artifact.manifest import WEIGHT_FORMATS
 
 SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
@@ -66,7 +66,8 @@ def _flag(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
+    # Halves of surrogate pairs, which no file takes, would stop the conversion at its end.
+    if not isinstance(value, str) or not value.strip() or value != value.encode(errors="ignore").decode():
         raise ValueError("a text")
     return value
 
@@ -260,7 +261,9 @@ class _PlainYaml(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"the key {key.value} stands twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {shown(key.value)} stands twice", problem_mark=key.start_mark
+                    )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -276,7 +279,8 @@ def _yaml(path: Path) -> Any:
         raise RecipeError(f"{path}: not a readable YAML file: it is nested too deeply") from error
     # Of values that are not what their form or tag promises (2024-99-99) the library raises these three.
     except (OSError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: not a readable YAML file: {error}") from error
+        reason = str(error).encode(errors="backslashreplace").decode()
+        raise RecipeError(f"{path}: not a readable YAML file: {reason}") from error
     return {} if data is None else data
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,8 @@ class Tokenizer:
                 "(transformers writes it with AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIR)) and convert "
                 "again; token ids can be used as prompts without it"
             )
-        try:
+        with library_errors(f"{file}: the tokenizers library cannot read it"):
             raw = RawTokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{file}: the tokenizers library cannot read it ({error})") from error
         config = {**_read_object(path / "special_tokens_map.json"), **_read_object(path / "tokenizer_config.json")}
         template = path / "chat_template.jinja"
         return cls(raw, config, _read_text(template) if template.is_file() else None)
@@ -110,10 +109,11 @@ class Tokenizer:
                 rendered chat templates, which hold all markup already. An EOS is never added: a prompt goes on.
 
         Raises:
-            TokenizerError: the text holds half a surrogate pair.
+            TokenizerError: the text holds half a surrogate pair, or the tokenizer is damaged.
         """
         check_unicode(text, "the text")
-        plain: list[int] = self.raw.encode(text, add_special_tokens=False).ids
+        with library_errors("this tokenizer cannot encode the text; its tokenizer.json is damaged"):
+            plain: list[int] = self.raw.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
             return plain
         prefix = self._prefix
@@ -163,6 +163,20 @@ class Tokenizer:
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """A stream that turns token ids into text as they come, following the tokens of `context`."""
         return Detokenizer(self.raw, self.special_ids, byte_fallback=self._byte_fallback, context=context)
+
+
+@contextmanager
+def library_errors(message: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises into a TokenizerError with this message and the library's own.
+
+    That is bare Exception, and for files that it did not foresee a panic, which is no Exception at all.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{message} ({error})") from error
 
 
 def check_unicode(text: str, what: str) -> None:

@@ -78,6 +78,18 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
             Tokenizer.from_directory(tmp_path)
 
 
+def test_files_that_the_library_panics_at(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    byte_level_raw().save(str(file))
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({**whole, "model": {**whole["model"], "continuing_subword_prefix": "none"}}))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: the tokenizers library cannot read it \(range end"):
+        Tokenizer.from_directory(tmp_path)
+    file.write_text(json.dumps({**whole, "normalizer": [""]}))
+    with pytest.raises(TokenizerError, match="cannot encode the text; its tokenizer"):
+        Tokenizer.from_directory(tmp_path).encode("Once")
+
+
 def test_without_a_template_there_is_no_conversation() -> None:
     with pytest.raises(TokenizerError, match="no chat template"):
         byte_level(chat_template=None).encode_chat([{"role": "user", "content": "hello"}])

@@ -120,6 +120,8 @@ def test_formats_are_stored_in_one_order() -> None:
         ("int4: {group_size: 0x" + "f" * 9000 + "}", "int4.group_size is a number of thousands of digits"),
         ({"int4": {"group_size": "x" * 1000}}, "int4.group_size is 'x+…, expected one of"),
         ({"x" * 1000: 1}, "unknown key 'x+…"),
+        ('description: "\\ud800"', "description is .*ud800', expected a text"),
+        ('{"\\ud800": 1, "\\ud800": 2}', r"the key '.ud800' stands twice"),
         ("#" * 200_000, "has 200000 bytes; a recipe has at most 100000"),
         ("head: int4\nint4: {gain: folded, gain: runtime}", "the key gain stands twice(.|\n)*line 2"),
         ("head: int4\nhead: bf16", "the key head stands twice"),
