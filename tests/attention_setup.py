@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fut_runtime.artifact.manifest import KVCacheSpec
-from fut_runtime.cuda.library import LIBRARY_FILE
-from fut_runtime.cuda.structs import PLAIN_FUNCTIONS, STATUS_FUNCTIONS, AttentionShape, KVCache, Rows
+from fut_runtime.cuda.library import Library, library
+from fut_runtime.cuda.structs import AttentionShape, KVCache, Rows
 from fut_runtime.reference.attention import attend, attend_quantized
 from fut_runtime.reference.kv_quant import QuantizedHeads, quantize_heads
 from fut_runtime.reference.layer import head_norm
@@ -23,22 +19,6 @@ from fut_runtime.reference.rotation import sylvester_hadamard
 from kv_blocks import PAGE_TOKENS, block_bytes, pack_bf16, pack_int4, unpack_bf16, unpack_int4
 
 EPS = 1e-5
-FUNCTIONS = ("fut_attention", "fut_attention_workspace_bytes", "fut_kv_block_bytes", "fut_last_error")
-Functions = Mapping[str, Callable[..., Any]]
-
-
-def functions(file: Path = LIBRARY_FILE) -> Functions:
-    """The functions of a library that attention needs."""
-    handle = ctypes.CDLL(str(file))
-    found = {}
-    for name in FUNCTIONS:
-        function = getattr(handle, name)
-        if name in STATUS_FUNCTIONS:
-            function.restype, function.argtypes = ctypes.c_int, STATUS_FUNCTIONS[name]
-        else:
-            function.restype, function.argtypes = PLAIN_FUNCTIONS[name]
-        found[name] = function
-    return found
 
 
 @dataclass(frozen=True)
@@ -94,11 +74,11 @@ class Step:
     sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
-    call: Functions
+    functions: Library
     workspace: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        size = self.call["fut_attention_workspace_bytes"](self._attention_shape(), 64)
+        size = self.functions.fut_attention_workspace_bytes(self._attention_shape(), 64)
         # The library asks for 256 bytes of alignment, which host memory may lack.
         raw = torch.zeros(size + 256, dtype=torch.uint8, device=self.device)
         self.workspace = raw[-raw.data_ptr() % 256 :][:size]
@@ -126,13 +106,12 @@ class Step:
         given = Rows(None, position.data_ptr(), slot.data_ptr(), table.data_ptr(), table.shape[1], len(chosen))
         norms = (n.data_ptr() if n is not None else None for n in (self.q_norm, self.k_norm))
         stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else None
-        status = self.call["fut_attention"](
+        self.functions.call(
+            "fut_attention",
             *(self._attention_shape(), cache, self.layer, given, int(chunked), qkv.data_ptr(), *norms),
             *(out.data_ptr(), self.workspace.data_ptr(), self.workspace.numel()),
             stream,
         )
-        if status:
-            raise RuntimeError(self.call["fut_last_error"]().decode())
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return out
@@ -194,12 +173,12 @@ def make_step(
     key_size: float = 1.0,
     value_sizes: Tensor | None = None,
     device: str = "cuda",
-    call: Functions | None = None,
+    functions: Library | None = None,
 ) -> Step:
     """Requests of these contexts, their newest `rows_of` tokens (default one each) being this launch's rows.
 
     `pool` and `pages`: use this memory and these page ids instead of the fewest. `value_sizes` [64]: sizes of the
-    values of tokens, repeated along the context. `call`: the library's functions, by default those of `make cuda`.
+    values of tokens, repeated along the context. `functions`: by default those of `make cuda`.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     counts = rows_of or [1] * len(contexts)
@@ -249,7 +228,7 @@ def make_step(
         torch.tensor(positions, dtype=torch.int32, device=device),
         torch.tensor([slots[r] for r in request_of_row], dtype=torch.int32, device=device),
         *(qkv, angles.cos(), angles.sin(), *norms),
-        functions() if call is None else call,
+        functions or library(),
     )
 
 

@@ -86,6 +86,16 @@ class RequestCache:
         keys, values = self._codes[layer]
         return keys.tokens(self.length), values.tokens(self.length)
 
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer's first `length` tokens as the decode cache holds them: codes, or 16-bit numbers."""
+        if self.spec.bits == 4:
+            keys, values = self.codes(layer)
+            return keys.codes, values.codes
+        if self._history is None:
+            self._history = self._empty_history()
+        history_keys, history_values = self._history[layer]
+        return history_keys[: self.length], history_values[: self.length]
+
     def _write_codes(self, layer: int, k: Tensor, v: Tensor) -> None:
         span = slice(self.length, self.length + k.shape[0])
         for cache, x, rotated in zip(self._codes[layer], (k, v), (False, self.spec.v_folded), strict=True):

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 #: Everything of a step but the choice of tokens.
 SOURCES = (
     "decode/projection.cu", "decode/attention.cu", "decode/embed.cu",
-    "host/decoder.cu", "host/project.cu", "host/error.cu", "host/gemm.cu", "prefill/tensor_map.cu",
+    "host/decoder.cu", "host/project.cu", "host/sample.cu", "host/error.cu", "host/gemm.cu", "prefill/tensor_map.cu",
     "prefill/gemm_store_bf16.cu", "prefill/gemm_store_f32.cu", "prefill/gemm_residual.cu", "prefill/gemm_swiglu.cu",
     "prefill/gemm_qkv.cu", "prefill/w8a16.cu",
 )  # fmt: skip
@@ -42,7 +42,7 @@ def build(directory: Path, compiler: str) -> Path:
     tree = directory / "csrc"
     shutil.copytree(REPOSITORY / "csrc", tree, ignore=shutil.ignore_patterns("__pycache__"))
     translate(tree)
-    sources = [*(tree / name for name in SOURCES), HERE / "emulation.cpp", HERE / "no_sampling.cpp"]
+    sources = [*(tree / name for name in SOURCES), HERE / "emulation.cpp", HERE / "not_emulated.cpp"]
 
     def compile_one(source: Path) -> Path:
         target = directory / f"{source.stem}.o"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_setup import Functions, Shape, make_step
-from emulation.conftest import EmulatedLibrary
+from attention_setup import Shape, make_step
+from fut_runtime.cuda.library import Library
 
 #: More than one piece, ends of pages and pieces, and a request of one token.
 CONTEXTS = [600, 1, 257, 64, 513, 256]
@@ -15,11 +15,8 @@ MULTIPROCESSORS = [1, 2, 3, 40]
 
 
 @pytest.mark.parametrize("shape", [Shape(6, 2, 64), Shape(3, 1, 64, bits=16), Shape(12, 1, 80)], ids=str)
-def test_runs_of_pieces(emulated: EmulatedLibrary, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    call: Functions = {
-        name: getattr(emulated, name) for name in ("fut_attention", "fut_attention_workspace_bytes", "fut_last_error")
-    }
-    step = make_step(shape, CONTEXTS, device="cpu", call=call)
+def test_runs_of_pieces(emulated: Library, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(shape, CONTEXTS, device="cpu", functions=emulated)
     before = step.pool.clone()
     outputs = []
     for count in MULTIPROCESSORS:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from ctypes import c_int32
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from emulation.conftest import EmulatedLibrary
+from emulation.host_backend import host_backend
 from fut_convert import convert
 from fut_runtime.artifact.reader import Artifact
-from fut_runtime.cuda.arena import ArenaPlan, fill
-from fut_runtime.cuda.memory_plan import choose_cache, decoder_config, page_bytes
-from fut_runtime.cuda.structs import Status, Step
-from fut_runtime.cuda.tensors import DECODE_FORMATS, DeviceTensors, needed_tensors
+from fut_runtime.cuda.decoder import Row
+from fut_runtime.cuda.library import CudaCallError, Library
 from fut_runtime.reference import backend as reference
-from fut_runtime.rope import rope_tables
 from reference_noise import NOISE_MARGIN, logits_and_noise
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
@@ -30,83 +23,6 @@ PAGES = 8
 def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large clusters take the emulation long, and these tests need none."""
     monkeypatch.setenv("EMULATED_MULTIPROCESSORS", "2")
-
-
-def ints(values: Sequence[int]) -> ctypes.Array[c_int32]:
-    return (c_int32 * len(values))(*values)
-
-
-class EmulatedDecoder:
-    """A decoder of the emulated library, with host memory in place of a card's."""
-
-    def __init__(self, library: EmulatedLibrary, artifact: Artifact, decode_mode: str, kv_cache: str) -> None:
-        self._library = library
-        manifest, spec = artifact.manifest, artifact.manifest.model
-        cache = choose_cache(manifest, kv_cache)
-        weight_format = DECODE_FORMATS[decode_mode]
-        plan = ArenaPlan.of(needed_tensors(manifest, weight_format))
-        arena = _aligned(plan.nbytes)
-        tensors = DeviceTensors(manifest, weight_format, plan.views(arena))
-        tensors.tensors["embed"][spec.vocab_size :].zero_()
-        fill(arena, plan.pieces(artifact))
-        rope = [t.contiguous() for t in rope_tables(spec, torch.arange(spec.max_position_embeddings))]
-        # What no token has written yet is NaN wherever it is read as a number.
-        pool = _aligned(PAGES * page_bytes(spec, cache)).fill_(0xFF)
-        self._config = decoder_config(
-            tensors,
-            cache,
-            context_tokens=spec.max_position_embeddings,
-            pages=PAGES,
-            embed=tensors.tensors["embed"].data_ptr(),
-            rope=(rope[0].data_ptr(), rope[1].data_ptr()),
-            pool=pool.data_ptr(),
-        )
-        workspace = _aligned(library.fut_decoder_workspace_bytes(ctypes.byref(self._config))).zero_()
-        self._config.workspace, self._config.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        self._memory = [arena, tensors, pool, workspace, *rope]
-        self._vocab = spec.vocab_size
-        self._handle = ctypes.c_void_p()
-        library.call("fut_decoder_create", ctypes.byref(self._config), ctypes.byref(self._handle))
-
-    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
-        self._library.call("fut_decoder_set_pages", self._handle, slot, 0, ints(pages), len(pages), None)
-
-    def step(self, rows: Sequence[tuple[int, int, int]], head_rows: Sequence[int], *, chunked: bool) -> Tensor:
-        """Run (token, position, slot) rows; logits FP32 [head rows, vocab]."""
-        tokens, positions, slots = (ints(column) for column in zip(*rows, strict=True))
-        step = Step(
-            rows=len(rows), chunked=int(chunked), token=tokens, position=positions, slot=slots,
-            head_rows=len(head_rows), head_row=ints(head_rows), sampling=None,
-        )  # fmt: skip
-        self._library.call("fut_decoder_step", self._handle, ctypes.byref(step), None)
-        address = self._library.fut_decoder_logits(self._handle)
-        count = len(head_rows) * self._vocab
-        logits = torch.tensor((ctypes.c_float * count).from_address(address))
-        return logits.view(len(head_rows), self._vocab)
-
-    def prompt(self, slot: int, ids: Sequence[int]) -> Tensor:
-        """A prompt in one chunk; logits after its last token."""
-        rows = [(token, position, slot) for position, token in enumerate(ids)]
-        return self.step(rows, [len(rows) - 1], chunked=True)[0]
-
-    def refused(self, **changed: int) -> str:
-        """Why a step of one row is refused."""
-        row = {"token": 1, "position": 0, "slot": 0} | changed
-        step = Step(
-            rows=1, chunked=0, token=ints([row["token"]]), position=ints([row["position"]]), slot=ints([row["slot"]]),
-            head_rows=1, head_row=ints([0]), sampling=None,
-        )  # fmt: skip
-        assert self._library.fut_decoder_step(self._handle, ctypes.byref(step), None) == Status.INVALID
-        return str(self._library.fut_last_error().decode())
-
-    def close(self) -> None:
-        self._library.fut_decoder_destroy(self._handle)
-
-
-def _aligned(nbytes: int) -> Tensor:
-    raw = torch.empty(nbytes + 256, dtype=torch.uint8)
-    offset = -raw.data_ptr() % 256
-    return raw[offset : offset + nbytes]
 
 
 def made(shape: CheckpointShape, directory: Path) -> Artifact:
@@ -122,6 +38,11 @@ SHAPES = {
 }
 
 
+def prompts_of(*lengths: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in lengths]
+
+
 @pytest.mark.parametrize(
     ("shape", "decode_mode", "kv_cache"),
     [
@@ -133,23 +54,25 @@ SHAPES = {
     ],
 )
 def test_steps_give_the_references_logits(
-    emulated: EmulatedLibrary, shape: str, decode_mode: str, kv_cache: str, tmp_path: Path
+    emulated: Library, shape: str, decode_mode: str, kv_cache: str, tmp_path: Path
 ) -> None:
     artifact = made(SHAPES[shape], tmp_path)
-    generator = torch.Generator().manual_seed(1)
-    ids, others = (torch.randint(3, 300, (n,), generator=generator).tolist() for n in (76, 9))
-    decoder = EmulatedDecoder(emulated, artifact, decode_mode, kv_cache)
-    decoder.set_pages(0, [5, 2])
-    decoder.set_pages(3, [7])
-    # More than a page, in two chunks; then two requests a step.
-    found = {63: decoder.step([(t, i, 0) for i, t in enumerate(ids[:64])], [63], chunked=True)[0]}
-    found[71] = decoder.step([(t, 64 + i, 0) for i, t in enumerate(ids[64:72])], [7], chunked=True)[0]
-    theirs = {5: decoder.prompt(3, others[:6])}
+    ids, others = prompts_of(76, 9, seed=1)
+    backend = host_backend(emulated, artifact, decode_mode, kv_cache, pages=PAGES)
+    # A page is left out, so that those of the longer request do not follow one another.
+    before, between = (backend.open_request(10) for _ in range(2))
+    backend.close_request(before)
+    long, short = backend.open_request(len(ids)), backend.open_request(len(others))
+    backend.close_request(between)
+    # More than a page, in two chunks, all logits of the first; then two requests a step.
+    (first,) = backend.prompt_logits(long, ids[:64])
+    found = dict(enumerate(first.clone()))
+    found[71] = backend.prefill([(long, ids[64:72])])[0]
+    theirs = {5: backend.prefill([(short, others[:6])])[0]}
     for i in range(3):
-        both = decoder.step([(others[6 + i], 6 + i, 3), (ids[72 + i], 72 + i, 0)], [0, 1], chunked=False)
-        theirs[6 + i], found[72 + i] = both
-    found[75] = decoder.step([(ids[75], 75, 0)], [0], chunked=False)[0]
-    decoder.close()
+        theirs[6 + i], found[72 + i] = backend.decode([(short, others[6 + i]), (long, ids[72 + i])])
+    found[75] = backend.decode([(long, ids[75])])[0]
+    backend.release()
     loaded = reference.load(artifact, decode_mode=decode_mode, prefill_mode="decode", kv_cache=kv_cache)
     for rows, tokens in ((found, ids), (theirs, others)):
         exact, noise = logits_and_noise(loaded, tokens)
@@ -159,21 +82,21 @@ def test_steps_give_the_references_logits(
         assert difference <= NOISE_MARGIN * noise
 
 
-def test_a_request_gets_the_same_bits_alone_and_in_company(emulated: EmulatedLibrary, tmp_path: Path) -> None:
-    artifact = made(SHAPES["llama"], tmp_path)
-    prompts = [torch.randint(3, 300, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 17, 9)]
-    decoder = EmulatedDecoder(emulated, artifact, "int4", "int4")
-    for slot in range(6):
-        decoder.set_pages(slot, [slot])
-    for slot, prompt in enumerate(prompts):
-        decoder.prompt(slot, prompt[:-1])
-        decoder.prompt(3 + slot, prompt[:-1])
-    rows = [(prompt[-1], len(prompt) - 1, slot) for slot, prompt in enumerate(prompts)]
-    together = decoder.step(rows, [0, 1, 2], chunked=False)
-    for index, (token, position, slot) in enumerate(rows):
-        alone = decoder.step([(token, position, 3 + slot)], [0], chunked=False)
-        assert torch.equal(alone[0], together[index])
-    assert "token 300" in decoder.refused(token=300)
-    assert "position 160" in decoder.refused(position=160)
-    assert "slot -1" in decoder.refused(slot=-1)
-    decoder.close()
+def test_a_request_gets_the_same_bits_alone_and_in_company(emulated: Library, tmp_path: Path) -> None:
+    backend = host_backend(emulated, made(SHAPES["llama"], tmp_path), "int4", "int4", pages=PAGES)
+    prompts = prompts_of(3, 17, 9, seed=3)
+    requests = [backend.open_request(20) for _ in range(6)]
+    for request, prompt in zip(requests, prompts * 2, strict=True):
+        backend.prefill([(request, prompt[:-1])])
+    together = backend.decode([(request, prompt[-1]) for request, prompt in zip(requests[:3], prompts, strict=True)])
+    for request, prompt, row in zip(requests[3:], prompts, together, strict=True):
+        assert torch.equal(backend.decode([(request, prompt[-1])])[0], row)
+    backend.release()
+
+
+def test_steps_out_of_range_are_refused(emulated: Library, tmp_path: Path) -> None:
+    backend = host_backend(emulated, made(SHAPES["llama"], tmp_path), "int4", "int4", pages=PAGES)
+    for row, reason in ((Row(300, 0, 0), "token 300"), (Row(1, 160, 0), "position 160"), (Row(1, 0, -1), "slot -1")):
+        with pytest.raises(CudaCallError, match=reason):
+            backend._decoder.step([row], [0])
+    backend.release()

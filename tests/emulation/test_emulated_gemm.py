@@ -11,15 +11,15 @@ from torch import Tensor
 
 import gemm_checks
 import gemm_matrices
-from emulation.conftest import EmulatedLibrary
 from fut_runtime.cuda import gemm
+from fut_runtime.cuda.library import Library
 from fut_runtime.cuda.structs import Accumulation, GemmCall
 from gemm_checks import BF16, TILES
 from gemm_matrices import E4M3
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(emulated: EmulatedLibrary, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_the_host(emulated: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`fut_runtime.cuda.gemm` runs in the emulation, on tensors of the CPU."""
 
     def run(call: GemmCall, a: Tensor, b: Tensor) -> None:

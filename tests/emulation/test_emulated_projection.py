@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulation.conftest import EmulatedLibrary
+from fut_runtime.cuda.library import Library
 from fut_runtime.cuda.operations import DeviceMatrix
 from fut_runtime.cuda.structs import Epilogue
 from projection_matrices import BF16_TOLERANCE, FORMATS, STORE_TOLERANCE, activations, matrix, normalized, relative
@@ -30,7 +30,7 @@ CASES = [
 
 
 def project(
-    library: EmulatedLibrary, stored: DeviceMatrix, x: Tensor, y: Tensor, epilogue: Epilogue, eps: float = -1.0
+    library: Library, stored: DeviceMatrix, x: Tensor, y: Tensor, epilogue: Epilogue, eps: float = -1.0
 ) -> Tensor:
     workspace = torch.full((4 * x.shape[0] * (x.shape[1] // 16 + stored.spec.padded_shape[0] // 16 + 2),), 255).byte()
     struct = stored.struct()
@@ -41,14 +41,14 @@ def project(
     return y
 
 
-def stored_floats(library: EmulatedLibrary, stored: DeviceMatrix, x: Tensor, eps: float = -1.0) -> Tensor:
+def stored_floats(library: Library, stored: DeviceMatrix, x: Tensor, eps: float = -1.0) -> Tensor:
     y = torch.full((x.shape[0], stored.spec.shape[0]), torch.nan)
     return project(library, stored, x, y, Epilogue.STORE, eps)
 
 
 @pytest.mark.parametrize(("rows", "cols", "tokens"), CASES)
 @pytest.mark.parametrize(("weight_format", "group"), FORMATS)
-def test_products(emulated: EmulatedLibrary, weight_format: str, group: int, rows: int, cols: int, tokens: int) -> None:
+def test_products(emulated: Library, weight_format: str, group: int, rows: int, cols: int, tokens: int) -> None:
     bias, gain = torch.randn(rows), torch.rand(cols) * 2
     stored, values = matrix(weight_format, group, rows, cols, seed=tokens, device="cpu", bias=bias, gain=gain)
     x = activations(tokens, cols, seed=tokens, device="cpu")
@@ -62,7 +62,7 @@ def test_products(emulated: EmulatedLibrary, weight_format: str, group: int, row
 
 
 @pytest.mark.parametrize(("weight_format", "group"), FORMATS)
-def test_swiglu_and_residual(emulated: EmulatedLibrary, weight_format: str, group: int) -> None:
+def test_swiglu_and_residual(emulated: Library, weight_format: str, group: int) -> None:
     for tokens, channels, cols in ((1, 40, 128), (10, 36, 640)):
         stored, values = matrix(weight_format, group, 2 * channels, cols, seed=tokens, device="cpu", paired=True)
         x = activations(tokens, cols, seed=tokens, device="cpu")
@@ -76,7 +76,7 @@ def test_swiglu_and_residual(emulated: EmulatedLibrary, weight_format: str, grou
         assert relative(project(emulated, stored, x, h, Epilogue.RESIDUAL), expected) <= BF16_TOLERANCE
 
 
-def test_extreme_activations(emulated: EmulatedLibrary) -> None:
+def test_extreme_activations(emulated: Library) -> None:
     stored, values = matrix("int4", 64, 16, 512, seed=2, device="cpu")
     for size in (1e-35, 1e34):
         x = (activations(2, 512, seed=1, device="cpu").float().clamp(-1, 1) * size).to(torch.bfloat16)

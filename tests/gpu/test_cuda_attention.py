@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_setup import Shape, Step, functions, make_step
-from fut_runtime.cuda.library import LIBRARY_FILE
+from attention_setup import Shape, Step, make_step
+from fut_runtime.cuda.library import CudaCallError, library
 from fut_runtime.reference.kv_quant import quantize_heads
 from fut_runtime.reference.numerics import EXACT
 from kv_blocks import block_bytes
 
-pytestmark = pytest.mark.skipif(not LIBRARY_FILE.is_file(), reason="needs the CUDA library: run `make cuda`")
+pytestmark = pytest.mark.usefixtures("built")
 
 #: The contract: relative RMS difference, and codes that agree.
 TOLERANCE = 2**-8
@@ -158,10 +158,10 @@ def test_blocks_past_four_gibibytes() -> None:
 def test_what_is_refused() -> None:
     step = make_step(SHAPES[0], [5])
     step.layer = 3
-    with pytest.raises(RuntimeError, match="layer 3 of a cache of 3"):
+    with pytest.raises(CudaCallError, match="layer 3 of a cache of 3"):
         step.run()
     step.layer = 1
     step.workspace = step.workspace[: 64 * 32 * 4]
-    with pytest.raises(RuntimeError, match="workspace"):
+    with pytest.raises(CudaCallError, match="workspace"):
         step.run()
-    assert functions()["fut_kv_block_bytes"](4, 128) == 8704
+    assert library().fut_kv_block_bytes(4, 128) == 8704
