@@ -3,9 +3,11 @@
 
     python benchmarks/on_a_card.py OUT --steps tests,decode
     python benchmarks/on_a_card.py OUT --model SMOLLM2_DIR --text wiki.test.raw --calibration-text wiki.valid.tokens
+    python benchmarks/on_a_card.py OUT --model SMOLLM2_DIR --text wiki.test.raw --steps kernel_tests,proofs --budget 600
 
-A step that runs past its limit is killed with all it started, so that a kernel that hangs costs its own step only. OUT
-gets a log a step, JSON lines where a step writes them, and `summary.json`.
+A step that runs past its limit is killed with all it started, so that a kernel that hangs costs its own step only;
+with --budget no step begins that is expected to end after so many seconds. --help lists groups, steps and what they are
+expected to take. OUT gets a log a step, JSON lines where a step writes them, and `summary.json`.
 """
 
 from __future__ import annotations
@@ -22,72 +24,144 @@ from pathlib import Path
 import click
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-#: Test files in the order in which a fault in one explains faults in the next.
-TESTS = (
-    "test_cuda_projection", "test_cuda_attention", "test_cuda_sampling", "test_cuda_backend", "test_gemm",
-    "test_ops_on_card", "test_w8a16", "test_bench_on_card", "test_cuda_read_bandwidth", "test_gptq_on_the_card",
-    "test_card_against_cpu",
-)  # fmt: skip
+#: Test files and the seconds they take, in the order in which a fault in one explains faults in the next.
+KERNEL_TESTS = {
+    "test_cuda_projection": 20, "test_cuda_attention": 25, "test_cuda_sampling": 15, "test_cuda_backend": 100,
+}  # fmt: skip
+OTHER_TESTS = {
+    "test_gemm": 50, "test_ops_on_card": 40, "test_w8a16": 30, "test_bench_on_card": 30, "test_cuda_read_bandwidth": 10,
+    "test_gptq_on_the_card": 30, "test_card_against_cpu": 100,
+}  # fmt: skip
+#: The most valuable first, for 25 minutes; the other groups are run by name.
+DEFAULT_GROUPS = "kernel_tests,proofs,decode,peers,kernels,sanitize"
+#: What a step says where the machine lacks what it needs: `sanitize.NOT_AVAILABLE`.
+NOT_AVAILABLE = 77
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, the group it belongs to, and the seconds it may take."""
+    """A command, the group it belongs to, the seconds it is expected to take, and those it may take."""
 
     group: str
     name: str
     command: list[str]
+    expected_s: float
     limit_s: float
 
 
 def steps(out: Path, model: Path | None, text: Path | None, calibration: str) -> list[Step]:
-    """All steps, in order; accuracy only where there is a model and a text."""
+    """All steps, in order; proofs and accuracy only where there is a model and a text."""
+    found = test_steps()
+    if model is not None and text is not None:
+        found += proof_steps(out, model, text) + accuracy_steps(out, model, text, calibration)
+    return found + speed_steps(out) + conversion_steps(out)
+
+
+def test_steps() -> list[Step]:
+    """Tests, file by file: those of decoding's kernels in a group of their own."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    return [
+        Step(group, name, [*pytest, f"tests/gpu/{name}.py"], seconds, max(60, 1.5 * seconds))
+        for group, files in (("kernel_tests", KERNEL_TESTS), ("tests", OTHER_TESTS))
+        for name, seconds in files.items()
+    ]
+
+
+def proof_steps(out: Path, model: Path, text: Path) -> list[Step]:
+    """A small real model, converted, then proved right and steady."""
+    python, artifact = sys.executable, out / "proof_artifact"
+    convert = [
+        python, "-c", "from fut_convert.cli import main; main()", str(model), str(artifact), "--device", "cuda",
+        "--weights", "e4m3,int4,bf16", "--no-calibration", "--overwrite",
+    ]  # fmt: skip
+    accuracy = [python, "benchmarks/decode_accuracy.py", str(artifact), "--text", str(text)]
+    soak = [python, "benchmarks/soak_decode.py", str(artifact), "--out", str(out / "soak.jsonl")]
+    return [
+        Step("proofs", "proof_artifact", convert, 15, 60),
+        Step("proofs", "decode_accuracy", [*accuracy, "--out", str(out / "decode_accuracy.jsonl")], 90, 240),
+        Step("proofs", "soak", soak, 120, 300),
+    ]
+
+
+def speed_steps(out: Path) -> list[Step]:
+    """Whole decode steps, their layers beside the peers', prefill's products, and single kernels."""
     python = sys.executable
     fut_run = [python, "-c", "from fut_runtime.cli import main; main()"]
-    found = [
-        Step("tests", name, [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/gpu/{name}.py"], 150)
-        for name in TESTS
-    ]
+    found = []
     decode = [*fut_run, "bench", "decode", "--no-peers", "--json", str(out / "decode.jsonl")]
     found += [
-        Step("decode", "decode_8b", [*decode, "--shape", "8b", "--batch", "1,8,32", "--context", "1024,4096"], 60),
-        Step("decode", "decode_8b_long", [*decode, "--shape", "8b", "--batch", "1", "--context", "131072"], 60),
-        Step("decode", "decode_70b", [*decode, "--shape", "70b", "--layers", "8", "--per-layer"], 60),
-        Step("decode", "decode_8b_fp8", [*decode, "--shape", "8b", "--mode", "fp8", "--batch", "1,8"], 60),
+        Step("decode", "decode_8b", [*decode, "--shape", "8b", "--batch", "1,8,32", "--context", "1024,4096"], 30, 60),
+        Step("decode", "decode_8b_long", [*decode, "--shape", "8b", "--batch", "1", "--context", "131072"], 20, 60),
+        Step("decode", "decode_70b", [*decode, "--shape", "70b", "--layers", "8", "--per-layer"], 20, 60),
+        Step("decode", "decode_8b_fp8", [*decode, "--shape", "8b", "--mode", "fp8", "--batch", "1,8"], 25, 60),
     ]
+    peers = [*fut_run, "bench", "decode", "--peers", "--per-layer", "--layers", "8", "--json", str(out / "peers.jsonl")]
+    found += [
+        Step("peers", f"peers_{s}", [*peers, "--shape", s, "--batch", "1,2,4,8,16,32", "--context", "4096"], 150, 300)
+        for s in ("8b", "70b")
+    ]
+    sanitize = [python, "benchmarks/sanitize.py", "--out", str(out / "sanitize")]
+    found += [Step("sanitize", check, [*sanitize, "--tools", check], 180, 270) for check in ("memcheck", "racecheck")]
     gemm = [*fut_run, "bench", "gemm", "--json", str(out / "gemm.jsonl")]
     found += [
-        Step("prefill", "gemm_8b", [*gemm, "--shape", "8b", "--rows", "512,2048,8192"], 60),
-        Step("prefill", "gemm_1b", [*gemm, "--shape", "1b", "--rows", "512,2048"], 40),
-        Step("prefill", "gemm_70b", [*gemm, "--shape", "70b", "--rows", "512,2048"], 60),
-        Step("prefill", "gemm_405b", [*gemm, "--shape", "405b", "--rows", "512,2048"], 90),
+        Step("prefill", "gemm_8b", [*gemm, "--shape", "8b", "--rows", "512,2048,8192"], 30, 60),
+        Step("prefill", "gemm_1b", [*gemm, "--shape", "1b", "--rows", "512,2048"], 15, 40),
+        Step("prefill", "gemm_70b", [*gemm, "--shape", "70b", "--rows", "512,2048"], 30, 60),
+        Step("prefill", "gemm_405b", [*gemm, "--shape", "405b", "--rows", "512,2048"], 45, 90),
     ]
     for name, option in (("decode_projections", "--out"), ("attention_decode", "--output"), ("sampling", "--out")):
         command = [python, f"benchmarks/{name}.py", option, str(out / f"{name}.jsonl")]
-        found.append(Step("kernels", name, command, 60))
-    layers = [python, "benchmarks/calibrate_layers.py", "--out", str(out / "layers.jsonl")]
-    cap = ["--shape", "70b", "--layers", "1", "2", "--device-cap-gb", "80", "--host-cap-gb", "100"]
-    found += [
-        Step("conversion", "gptq_8b", layers, 120),
-        Step("conversion", "rtn_8b", [*layers, "--method", "rtn"], 90),
-        Step("conversion", "gptq_70b", [*layers, *cap], 300),
-    ]
-    if model is not None and text is not None:
-        table = [
-            python, "benchmarks/accuracy_table.py", str(model), "--text", str(text), "--calibration-text", calibration,
-            "--device", "cuda", "--label", model.name, "--out", str(out / "accuracy.jsonl"), "--rows",
-        ]  # fmt: skip
-        found.append(Step("accuracy", f"accuracy_{model.name}", [*table, "published,gptq,gptq-builtin"], 240))
-        cache = [
-            python, "benchmarks/kv_cache_table.py", str(model), "--text", str(text), "--device", "cuda",
-            "--label", model.name, "--out", str(out / "kv_cache.jsonl"), "--window", "2048", "--window", "8192",
-        ]  # fmt: skip
-        found.append(Step("cache", f"kv_cache_{model.name}", cache, 500))
+        found.append(Step("kernels", name, command, 30, 60))
     return found
 
 
+def conversion_steps(out: Path) -> list[Step]:
+    """Conversion of an 8B and a 70B shape, from a few layers."""
+    python = sys.executable
+    layers = [python, "benchmarks/calibrate_layers.py", "--out", str(out / "layers.jsonl")]
+    cap = ["--shape", "70b", "--layers", "1", "2", "--device-cap-gb", "80", "--host-cap-gb", "100"]
+    return [
+        Step("conversion", "gptq_8b", layers, 140, 200),
+        Step("conversion", "rtn_8b", [*layers, "--method", "rtn"], 50, 90),
+        Step("conversion", "gptq_70b", [*layers, *cap], 240, 300),
+    ]
+
+
+def accuracy_steps(out: Path, model: Path, text: Path, calibration: str) -> list[Step]:
+    """What formats cost, by the reference backend on the card."""
+    python = sys.executable
+    table = [
+        python, "benchmarks/accuracy_table.py", str(model), "--text", str(text), "--calibration-text", calibration,
+        "--device", "cuda", "--label", model.name, "--out", str(out / "accuracy.jsonl"), "--rows",
+    ]  # fmt: skip
+    cache = [
+        python, "benchmarks/kv_cache_table.py", str(model), "--text", str(text), "--device", "cuda",
+        "--label", model.name, "--out", str(out / "kv_cache.jsonl"), "--window", "2048", "--window", "8192",
+    ]  # fmt: skip
+    return [
+        Step("accuracy", f"accuracy_{model.name}", [*table, "published,gptq,gptq-builtin"], 180, 240),
+        Step("cache", f"kv_cache_{model.name}", cache, 400, 500),
+    ]
+
+
+def every_step() -> list[Step]:
+    """All steps that there are, on no model in particular."""
+    return steps(Path("OUT"), Path("MODEL"), Path("TEXT"), "builtin")
+
+
+def overview() -> str:
+    """Groups and steps with their expected seconds and limits, for --help; a click paragraph kept as it is."""
+    known = every_step()
+    lines = ["\b", "Groups, and what their steps are expected to take (and may take), in seconds:"]
+    for group in dict.fromkeys(step.group for step in known):
+        members = [step for step in known if step.group == group]
+        lines.append(f"  {group}: {sum(step.expected_s for step in members):g}")
+        lines += [f"    {step.name}: {step.expected_s:g} ({step.limit_s:g})" for step in members]
+    return "\n".join(lines)
+
+
 def run(step: Step, log: Path) -> str:
-    """Run a step; `passed`, `failed` or `killed`."""
+    """Run a step; `passed`, `failed`, `killed` or `not available`."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
@@ -102,36 +176,48 @@ def run(step: Step, log: Path) -> str:
             start_new_session=True,
         )
         try:
-            return "passed" if process.wait(timeout=step.limit_s) == 0 else "failed"
+            code = process.wait(timeout=step.limit_s)
+            return {0: "passed", NOT_AVAILABLE: "not available"}.get(code, "failed")
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return "killed"
 
 
-@click.command()
+@click.command(epilog=overview())
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--steps", "groups", default="tests,kernels,decode,prefill,accuracy,conversion", show_default=True)
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="Checkpoint directory for accuracy.")
+@click.option("--steps", "groups", default=DEFAULT_GROUPS, show_default=True)
+@click.option("--model", type=click.Path(exists=True, path_type=Path), help="Checkpoint for proofs and accuracy.")
 @click.option("--text", type=click.Path(exists=True, path_type=Path), help="Text to score.")
 @click.option("--calibration-text", default="builtin", show_default=True)
-def main(out: Path, groups: str, model: Path | None, text: Path | None, calibration_text: str) -> None:
+@click.option("--budget", "budget_s", type=float, default=float("inf"), help="Seconds for all steps.  [default: any]")
+def main(out: Path, groups: str, model: Path | None, text: Path | None, calibration_text: str, budget_s: float) -> None:
     """Run the steps of the named groups, in the order in which the groups are named."""
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     known = steps(out, model, text, calibration_text)
+    for group in groups.split(","):
+        if group not in {step.group for step in every_step()}:
+            raise click.BadParameter(f"there is no group {group!r}: see --help", param_hint="--steps")
+        if not any(step.group == group for step in known):
+            print(f"{group}: left out, it needs --model and --text", flush=True)
     summary = []
+    begun = time.monotonic()
     for group in groups.split(","):
         for step in (s for s in known if s.group == group):
             started = time.monotonic()
             log = out / f"{step.name}.log"
-            outcome = run(step, log)
+            if started - begun + step.expected_s > budget_s:
+                log.write_text(f"expected to take {step.expected_s:g} s, more than is left\n", encoding="utf-8")
+                outcome = "left out"
+            else:
+                outcome = run(step, log)
             seconds = round(time.monotonic() - started, 1)
             summary.append({"step": step.name, "outcome": outcome, "seconds": seconds})
             (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
             last = log.read_text("utf-8", "replace").strip().splitlines()[-6 if outcome != "passed" else -2 :]
-            print(f"{step.name:28s} {outcome:7s} {seconds:7.1f} s", *last, sep="\n    ", flush=True)
-    sys.exit(any(entry["outcome"] != "passed" for entry in summary))
+            print(f"{step.name:28s} {outcome:13s} {seconds:7.1f} s", *last, sep="\n    ", flush=True)
+    sys.exit(any(entry["outcome"] in ("failed", "killed") for entry in summary))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import gemm_matrices
-from emulation.conftest import EmulatedLibrary
 from fut_runtime.cuda import w8a16
+from fut_runtime.cuda.library import Library
 from fut_runtime.cuda.structs import W8A16Call
 from w8a16_checks import check_product
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(emulated: EmulatedLibrary, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_the_host(emulated: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`fut_runtime.cuda.w8a16` runs in the emulation, on tensors of the CPU."""
 
     def run(call: W8A16Call, a: Tensor) -> None:
