@@ -10,15 +10,14 @@ floor is the best of a reduction and a copy in the same run.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 
 import torch
 
 from fut_runtime.bench.machine import source_commit
 from fut_runtime.bench.timing import replay_us
-from fut_runtime.cuda.library import LIBRARY_FILE
-from fut_runtime.cuda.structs import PLAIN_FUNCTIONS, STATUS_FUNCTIONS, AttentionShape, KVCache, Rows
+from fut_runtime.cuda.library import library
+from fut_runtime.cuda.structs import AttentionShape, KVCache, Rows
 
 PAGE_TOKENS = 64
 #: Several times the L2 of an H200.
@@ -38,11 +37,7 @@ def read_bandwidth() -> float:
 
 def ours_us(batch: int, context: int, heads: int, kv_heads: int, dim: int, bits: int) -> tuple[float, int]:
     """Time of a launch of `fut_attention`, and the bytes of cache that it reads."""
-    library = ctypes.CDLL(str(LIBRARY_FILE))
-    attend, workspace_bytes = library.fut_attention, library.fut_attention_workspace_bytes
-    attend.restype, attend.argtypes = ctypes.c_int, STATUS_FUNCTIONS["fut_attention"]
-    workspace_bytes.restype, workspace_bytes.argtypes = PLAIN_FUNCTIONS["fut_attention_workspace_bytes"]
-    library.fut_last_error.restype = ctypes.c_char_p
+    functions = library()
     pages_each = -(-context // PAGE_TOKENS)
     pages = batch * pages_each
     block = PAGE_TOKENS * (dim + 8) if bits == 4 else PAGE_TOKENS * dim * 4
@@ -66,16 +61,15 @@ def ours_us(batch: int, context: int, heads: int, kv_heads: int, dim: int, bits:
     shape = AttentionShape(heads, kv_heads, dim, context, 1e-5, cos.data_ptr(), sin.data_ptr())
     cache = KVCache(pool.data_ptr(), pages, layers, kv_heads, dim, bits, 1, 1)
     rows = Rows(None, position.data_ptr(), slot.data_ptr(), table.data_ptr(), pages_each, batch)
-    workspace = torch.zeros(workspace_bytes(shape, batch), dtype=torch.uint8, device="cuda")
+    workspace = torch.zeros(functions.fut_attention_workspace_bytes(shape, batch), dtype=torch.uint8, device="cuda")
 
     def launch_all() -> None:
         for layer in range(layers):
-            status = attend(
+            functions.call(
+                "fut_attention",
                 *(shape, cache, layer, rows, 0, qkv.data_ptr(), None, None, out.data_ptr()),
                 *(workspace.data_ptr(), workspace.numel(), torch.cuda.current_stream().cuda_stream),
             )
-            if status:
-                raise RuntimeError(library.fut_last_error().decode())
 
     return replay_us(launch_all, repeats=7) / layers, read
 

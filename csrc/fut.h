@@ -134,6 +134,8 @@ FUT_API const float* fut_decoder_logits(const fut_decoder* decoder);
 
 /* Single operations, for tests and benchmarks. `x` BF16 [rows, cols]. */
 typedef enum fut_epilogue { FUT_STORE = 0, FUT_RESIDUAL = 1, FUT_SWIGLU = 2 } fut_epilogue;
+/* For any epilogue, with RMSNorm or without. */
+FUT_API int64_t fut_project_workspace_bytes(const fut_matrix* matrix, int32_t rows);
 /* y: FUT_STORE F32 [rows, matrix.rows]; FUT_RESIDUAL BF16 [rows, matrix.rows], added to in place;
  * FUT_SWIGLU BF16 [rows, matrix.rows/2]. `eps` >= 0: RMSNorm (and the matrix's gain) before the product. */
 FUT_API fut_status fut_project(const fut_matrix* matrix, const void* x, void* y, int32_t rows, int32_t epilogue,

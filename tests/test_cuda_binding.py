@@ -67,6 +67,7 @@ fut_status fut_project(const fut_matrix* m, const void* x, void* y, int32_t rows
   (void)m; (void)x; (void)y; (void)w; (void)stream;
   return rows == 3 && epilogue == FUT_SWIGLU && eps == 0.5f && n == 5000000000 ? FUT_OK : FUT_INVALID;
 }
+int64_t fut_project_workspace_bytes(const fut_matrix* m, int32_t rows) { return 1000000000000 + m->group_size * rows; }
 int64_t fut_attention_workspace_bytes(const fut_attention_shape* s, int32_t rows) { return s->max_context * rows; }
 fut_status fut_attention(const fut_attention_shape* s, const fut_kv_cache* c, int32_t layer, const fut_rows* rows,
                          int32_t chunked, const float* qkv, const float* qn, const float* kn, void* out, void* w,
@@ -201,6 +202,7 @@ def test_numbers_cross_the_border_whole(fake: Library) -> None:
     layers[1].k_norm = 0x7F00_1234_5678
     config = structs.DecoderConfig(hidden=1, layer=layers, max_slots=3, workspace_bytes=1 << 40)
     assert fake.fut_decoder_workspace_bytes(ctypes.byref(config)) == (1 << 40) + 3
+    assert fake.fut_project_workspace_bytes(ctypes.byref(structs.Matrix(group_size=128)), 3) == 1_000_000_000_384
     decoder = ctypes.c_void_p()
     fake.call("fut_decoder_create", ctypes.byref(config), ctypes.byref(decoder))
     assert decoder.value == 0x7F00_1234_5678 == fake.fut_decoder_logits(decoder)

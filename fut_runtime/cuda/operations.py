@@ -79,11 +79,12 @@ def project(
         raise FutError("RESIDUAL adds to y: give one")
     else:
         _check(y, torch.bfloat16, (tokens, rows), "y")
-    # A partial sum of squares for every 16 numbers of the input and of the output.
-    workspace = _workspace(4 * tokens * (-(-cols // 16) + matrix.spec.padded_shape[0] // 16), x.device)
-    library().call(
+    functions, struct = library(), matrix.struct()
+    # Not zeroed: that would be one more kernel between two products whose time is taken.
+    workspace = _workspace(functions.fut_project_workspace_bytes(ctypes.byref(struct), tokens), x.device, zero=False)
+    functions.call(
         "fut_project",
-        *(ctypes.byref(matrix.struct()), x.data_ptr(), y.data_ptr(), tokens, int(epilogue), eps),
+        *(ctypes.byref(struct), x.data_ptr(), y.data_ptr(), tokens, int(epilogue), eps),
         *(workspace.data_ptr(), workspace.numel(), _stream(x)),
         about=f"{matrix.spec.format} {list(matrix.spec.shape)}, {tokens} tokens",
     )
@@ -220,8 +221,9 @@ def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str
         )
 
 
-def _workspace(nbytes: int, device: torch.device) -> Tensor:
-    return torch.zeros(max(int(nbytes), 16), dtype=torch.uint8, device=device)
+def _workspace(nbytes: int, device: torch.device, *, zero: bool = True) -> Tensor:
+    make = torch.zeros if zero else torch.empty
+    return make(max(int(nbytes), 16), dtype=torch.uint8, device=device)
 
 
 def _stream(tensor: Tensor) -> int:

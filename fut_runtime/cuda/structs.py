@@ -319,6 +319,7 @@ PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fut_decoder_workspace_bytes": (c_int64, (POINTER(DecoderConfig),)),
     "fut_decoder_destroy": (None, (c_void_p,)),
     "fut_decoder_logits": (c_void_p, (c_void_p,)),
+    "fut_project_workspace_bytes": (c_int64, (POINTER(Matrix), c_int32)),
     "fut_attention_workspace_bytes": (c_int64, (POINTER(AttentionShape), c_int32)),
     "fut_sample_workspace_bytes": (c_int64, (c_int32, c_int32)),
 }

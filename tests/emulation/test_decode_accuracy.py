@@ -32,7 +32,7 @@ def on_the_host(emulated: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     def check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
         assert tensor.dtype == dtype and tuple(tensor.shape) == shape and tensor.is_contiguous(), name
 
-    def workspace(nbytes: int, device: torch.device) -> Tensor:
+    def workspace(nbytes: int, device: torch.device, *, zero: bool = True) -> Tensor:
         raw = torch.zeros(nbytes + 512, dtype=torch.uint8)
         return raw[-raw.data_ptr() % 256 :][: max(nbytes, 16)]
 

@@ -32,8 +32,8 @@ CASES = [
 def project(
     library: Library, stored: DeviceMatrix, x: Tensor, y: Tensor, epilogue: Epilogue, eps: float = -1.0
 ) -> Tensor:
-    workspace = torch.full((4 * x.shape[0] * (x.shape[1] // 16 + stored.spec.padded_shape[0] // 16 + 2),), 255).byte()
     struct = stored.struct()
+    workspace = torch.full((library.fut_project_workspace_bytes(ctypes.byref(struct), x.shape[0]),), 255).byte()
     library.call(
         "fut_project", ctypes.byref(struct), x.data_ptr(), y.data_ptr(), x.shape[0], epilogue, eps,
         workspace.data_ptr(), workspace.numel(), None,
