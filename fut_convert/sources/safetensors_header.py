@@ -163,6 +163,8 @@ def _add(header: SafetensorsHeader, file: str, name: str, entry: dict[str, Any],
     dtype, shape, offsets = entry["dtype"], _sizes(entry["shape"]), _sizes(entry["data_offsets"])
     if not isinstance(dtype, str) or len(offsets) != 2:
         raise ValueError(f"{name}: dtype {excerpt(dtype)}, offsets {list(offsets)}")
+    if math.prod(max(n, 1) for n in shape) >= _MAX_BYTES:
+        raise ValueError(f"{name}: shape {excerpt(list(shape))} is more than any file holds")
     begin, end = offsets
     if end < begin:
         raise ValueError(f"{name}: offsets {begin}:{end}, shape {list(shape)}")
@@ -178,6 +180,6 @@ def _sizes(value: Any) -> tuple[int, ...]:
     """A list of sizes or offsets."""
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"found {excerpt(value)}, expected up to {_MAX_DIMENSIONS} whole numbers")
-    if math.prod(max(n, 1) for n in value) >= _MAX_BYTES:
+    if any(n >= _MAX_BYTES for n in value):
         raise ValueError(f"{excerpt(value)} is more than any file holds")
     return tuple(value)

@@ -87,8 +87,8 @@ def test_the_options_override_the_recipe(checkpoint: Path, tmp_path: Path) -> No
     recipe = json.loads(result.stdout)["recipe"]
     assert recipe["name"] == "demo"
     assert recipe["int4"] == {
-        "method": "rtn", "scale_method": "search", "group_size": "auto", "gain": "folded", "scale_dtype": "float16",
-        "nibble_order": "linear/1", "requantize": "never",
+        "method": "rtn", "scale_method": "search", "group_size": "auto", "group_size_overrides": {}, "gain": "folded",
+        "scale_dtype": "float16", "nibble_order": "linear/1", "requantize": "never",
     }  # fmt: skip
     assert recipe["calibration"] == {
         "enabled": True, "text": "text.txt", "field": "body", "windows": 3, "window_tokens": 20,

@@ -58,7 +58,7 @@ def test_it_answers_and_the_same_alone_and_beside_longer_prompts(artifact: Artif
     params = SamplingParams(max_new_tokens=10)
     with Engine(artifact.path, backend="reference", device="cpu") as engine:
         together = engine.generate(prompts, params)  # type: ignore[arg-type]
-        assert "Paris" in together[0].text and together[0].finish_reason == "eos"
+        assert together[0].text.startswith("The capital of France is Paris")
         for prompt, completion in zip(prompts, together, strict=True):
             assert engine.generate([prompt], params)[0].token_ids == completion.token_ids  # type: ignore[list-item]
 
