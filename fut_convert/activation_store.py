@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -83,23 +83,31 @@ class ActivationStore:
         else:
             self._transfer(values.to("cpu", ACTIVATION_DTYPE).contiguous(), windows.start, write=True)
 
-    def parts(self) -> Iterator[Tensor]:
-        """All of them in order, some windows [n, tokens, channels] at a time, in host memory."""
-        for windows in self._slices():
-            yield self.load(windows).cpu()
+    def parts(self, windows: slice) -> Iterator[Tensor]:
+        """Those of some windows in order, a few windows [n, tokens, channels] at a time, in host memory."""
+        step = max(1, _CHUNK_BYTES * self.shape[0] // max(1, self.nbytes))
+        for first in range(windows.start, windows.stop, step):
+            yield self.load(slice(first, min(first + step, windows.stop))).cpu()
 
-    def restore(self, path: Path) -> None:
-        """Take all of them from a file that holds the bytes of `parts`.
+    def restore(self, path: Path, places: Iterable[tuple[slice, slice]]) -> None:
+        """Take them from a file that holds the windows of all processes, one after another.
+
+        Args:
+            path: the file.
+            places: which windows of the file are which of these.
 
         Raises:
             ArtifactError: the file cannot be read or is too short.
         """
+        window_bytes = self.nbytes // max(1, self.shape[0])
         with os_errors(path, "cannot be read"), path.open("rb") as file:
-            for windows in self._slices():
-                part = torch.empty((windows.stop - windows.start, *self.shape[1:]), dtype=ACTIVATION_DTYPE)
-                if file.readinto(_bytes(part)) != part.nbytes:
-                    raise OSError(f"ends before byte {self.nbytes}")
-                self.store(windows, part)
+            for there, here in places:
+                file.seek(there.start * window_bytes)
+                for window in range(here.start, here.stop):
+                    part = torch.empty((1, *self.shape[1:]), dtype=ACTIVATION_DTYPE)
+                    if file.readinto(_bytes(part)) != part.nbytes:
+                        raise OSError(f"ends before byte {there.stop * window_bytes}")
+                    self.store(slice(window, window + 1), part)
 
     def close(self) -> None:
         """Give the room back; does nothing the second time."""
@@ -111,12 +119,6 @@ class ActivationStore:
             self._descriptor = -1
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
-
-    def _slices(self) -> Iterator[slice]:
-        count = self.shape[0]
-        step = max(1, _CHUNK_BYTES * count // max(1, self.nbytes))
-        for first in range(0, count, step):
-            yield slice(first, min(first + step, count))
 
     def _transfer(self, part: Tensor, first: int, *, write: bool) -> None:
         data, offset = _bytes(part), first * self.nbytes // self.shape[0]

@@ -6,7 +6,7 @@ are carried from layer to layer, so each layer's weights are needed once, togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fut_convert.activation_store import ActivationStore
+from fut_convert.lanes import Lanes
 from fut_convert.sixteen_bit import SixteenBitProjection, causal_attention
 from fut_runtime.artifact.layout import SITES
 from fut_runtime.artifact.spec import MODULES, ModelSpec
@@ -52,22 +53,35 @@ class LayerStatistics:
 
 
 class SiteStatistics:
-    """Adds up what the projections of a layer see, a batch after another."""
+    """Adds up what the projections of a layer see, each of all batches in their order."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = {m: torch.zeros((), dtype=torch.float64, device=device) for m in MODULES}
-        self._maxima = {m: torch.zeros((), device=device) for m in MODULES}
+    def __init__(self, lanes: Lanes, lane_ends: Iterable[bool]) -> None:
+        """For the batches of a process, of each of which it is known whether a lane ends with it."""
+        self._lanes = lanes
+        self._ends = list(lane_ends)
+        self._seen = dict.fromkeys(MODULES, 0)
+        self._sums: dict[str, list[Tensor]] = {m: [] for m in MODULES}
+        self._maxima: dict[str, Tensor] = {}
 
     def observe(self, site: str, product_input: Tensor, stored: Tensor) -> None:
         """An observer of `Sixteen`."""
         # A sum over some thousand tokens in FP32 is exact enough; sums over the whole text need more.
-        self._sums[site] = self._sums[site] + product_input.square().sum(dim=0).double()
-        self._maxima[site] = torch.maximum(self._maxima[site], torch.maximum(stored.amax(), -stored.amin()))
+        part, sums, batch = product_input.square().sum(dim=0).double(), self._sums[site], self._seen[site]
+        if batch == 0 or self._ends[batch - 1]:
+            sums.append(part)
+        else:
+            sums[-1] += part
+        self._seen[site] += 1
+        largest = torch.maximum(stored.amax(), -stored.amin())
+        self._maxima[site] = torch.maximum(self._maxima[site], largest) if site in self._maxima else largest
 
+    @torch.inference_mode()
     def result(self, tokens: int) -> LayerStatistics:
-        """The statistics over so many tokens in all."""
-        means = {m: s / tokens for m, s in self._sums.items()}
-        return LayerStatistics(means, {m: v.item() for m, v in self._maxima.items()})
+        """The statistics over so many tokens in all; in the first process only."""
+        totals = self._lanes.total(zip(*(self._sums[m] for m in MODULES), strict=True))
+        largest = self._lanes.largest(torch.stack([self._maxima[m].float() for m in MODULES]))
+        moments = {m: s / tokens for m, s in zip(MODULES, totals, strict=False)}
+        return LayerStatistics(moments, dict(zip(MODULES, largest.tolist(), strict=True)))
 
 
 #: room(name, shape) -> where activations of this shape are kept, under a name that is not in use.
@@ -105,30 +119,34 @@ class Calibration:
         embed: Tensor | None,
         device: torch.device,
         room: Room | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         """Begin before the first layer.
 
         Args:
-            windows: int64 [windows, tokens].
+            windows: int64 [windows, tokens], all of them.
             embed: [vocab, hidden], the checkpoint's; None where the hidden states are to be restored.
             device: where the layers run.
             room: gives the room that activations take; by default on the device.
+            lanes: which of the windows this process runs, where several share them. Only the first gets statistics.
         """
         self.model = model
         self.device = device
         self.count, self.tokens = windows.shape
+        self.lanes = lanes or Lanes(self.count)
         self._room = room or (lambda _, shape: ActivationStore(shape, device))
         self.hidden = self.room("hidden", model.hidden_size)
         self._rope = rope_tables(model, torch.arange(self.tokens, device=device))
         self._batch = windows_at_once(model, self.tokens, device)
         if embed is not None:
+            windows = self.lanes.windows(windows)
             for part in self._slices():
                 self.hidden.store(part, embed[windows[part]])
 
     @torch.inference_mode()
     def run_layer(self, layer: LayerWeights) -> LayerStatistics:
         """Advance every window through a layer and return what its projections saw."""
-        seen = SiteStatistics(self.device)
+        seen = SiteStatistics(self.lanes, self.lane_ends())
         products = Sixteen(EXACT, self.model.rms_norm_eps, seen.observe)
         for batch in self.batches():
             h = batch.states.float()
@@ -138,14 +156,20 @@ class Calibration:
     @torch.inference_mode()
     def head_second_moment(self) -> Tensor:
         """FP64 [hidden], mean square of the final norm's output before its gain; call it after the last layer."""
-        total = torch.zeros(self.model.hidden_size, dtype=torch.float64, device=self.device)
-        for window in range(self.count):
-            h = self.hidden.load(slice(window, window + 1))[0].float()
-            total += (h * row_factor(h, self.model.rms_norm_eps)).square().sum(dim=0).double()
-        return total / (self.count * self.tokens)
+
+        def lane_sums() -> Iterator[Sequence[Tensor]]:
+            for lane in self.lanes.own:
+                total = torch.zeros(self.model.hidden_size, dtype=torch.float64, device=self.device)
+                for window in range(lane.start, lane.stop):
+                    h = self.hidden.load(slice(window, window + 1))[0].float()
+                    total += (h * row_factor(h, self.model.rms_norm_eps)).square().sum(dim=0).double()
+                yield [total]
+
+        totals = self.lanes.total(lane_sums())
+        return totals[0] / (self.count * self.tokens) if totals else torch.empty(0)
 
     def batches(self) -> Iterator[Batch]:
-        """All windows, as many at a time as run together."""
+        """This process's windows, as many at a time as run together."""
         for windows in self._slices():
             count = windows.stop - windows.start
             rope = (self._rope[0].repeat(count, 1), self._rope[1].repeat(count, 1))
@@ -154,16 +178,22 @@ class Calibration:
             )
 
     def room(self, name: str, channels: int) -> ActivationStore:
-        """Room for activations of all windows, not in use under this name yet."""
-        return self._room(name, (self.count, self.tokens, channels))
+        """Room for activations of this process's windows, not in use under this name yet."""
+        return self._room(name, (self.lanes.count, self.tokens, channels))
 
     def advance(self, batch: Batch, states: Tensor) -> None:
         """Replace the hidden states of a batch, by [tokens, hidden]."""
         self.hidden.store(batch.windows, states)
 
+    def lane_ends(self) -> Iterator[bool]:
+        """Of each of `batches`, whether a lane ends with it."""
+        ends = {lane.stop for lane in self.lanes.own}
+        return (part.stop in ends for part in self._slices())
+
     def _slices(self) -> Iterator[slice]:
-        for first in range(0, self.count, self._batch):
-            yield slice(first, min(first + self._batch, self.count))
+        for lane in self.lanes.own:
+            for first in range(lane.start, lane.stop, self._batch):
+                yield slice(first, min(first + self._batch, lane.stop))
 
 
 def calibration_layer(

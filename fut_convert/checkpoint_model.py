@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -82,6 +82,31 @@ def module_gain(load: Load, layer: int, module: str) -> Tensor | None:
     """RMSNorm gain FP32 [in] before a module, or None where no norm precedes it."""
     norm = MODULE_NORM.get(module)
     return None if norm is None else load(f"model.layers.{layer}.{norm}.weight").float()
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a layer has besides its matrices, all FP32.
+
+    Attributes:
+        gains: module -> [in] of the RMSNorm before it, where there is one.
+        biases: module -> [out], where it has one.
+        head_norms: [head_dim] each, Qwen3's gains of q and k, or None.
+    """
+
+    gains: dict[str, Tensor]
+    biases: dict[str, Tensor]
+    head_norms: tuple[Tensor, Tensor] | None
+
+
+def layer_parts(load: Load, model: ModelSpec, layer: int) -> LayerParts:
+    """Read them."""
+    gains = {m: g for m in MODULE_PROJECTIONS if (g := module_gain(load, layer, m)) is not None}
+    biases = {m: module_bias(load, layer, m) for m in MODULE_PROJECTIONS if model.module_bias(m)}
+    if not model.qk_norm:
+        return LayerParts(gains, biases, None)
+    q_norm, k_norm = (load(f"model.layers.{layer}.self_attn.{n}_norm.weight").float() for n in "qk")
+    return LayerParts(gains, biases, (q_norm, k_norm))
 
 
 def layer_from_checkpoint(

@@ -91,6 +91,8 @@ def _requantize(_: click.Context, __: click.Parameter, value: bool | None) -> st
 @click.option("--device-memory", type=_GIGABYTES, metavar="GB", help="Device memory to use; all that is free.")
 @click.option("--host-memory", type=_GIGABYTES, metavar="GB", help="Memory to use; all that is free.")
 @click.option("--jobs", type=click.IntRange(1), default=1, metavar="N", help="CPU: layers converted side by side.")
+@click.option("--calibration-processes", type=click.IntRange(1, 8), default=1, metavar="N",
+              help="Processes that share the calibration windows, on a GPU each or on the CPU.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace an existing artifact, once the new one is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew, where an interrupted run left layers that are done.")
 @click.option("--stream", is_flag=True, help="Hub only: fetch the weights shard by shard while they are converted.")
@@ -101,7 +103,7 @@ def _requantize(_: click.Context, __: click.Parameter, value: bool | None) -> st
 def main(
     model: str, out: Path, recipe: str, revision: str | None, device: str, no_calibration: bool, overwrite: bool,
     restart: bool, dry_run: bool, as_json: bool, report: bool, evaluate: Path | None, evaluate_windows: int | None,
-    stream: bool, jobs: int, **options: Any,
+    stream: bool, jobs: int, calibration_processes: int, **options: Any,
 ) -> None:  # fmt: skip
     """Convert MODEL into an artifact OUT that fut-run executes.
 
@@ -141,7 +143,8 @@ def main(
         try:
             _run(
                 model, out, recipe, overrides, revision, device, overwrite, restart, dry_run, as_json,
-                push, {**budget, **reporting, "stream": stream, "jobs": jobs},
+                push, {**budget, **reporting, "stream": stream, "jobs": jobs,
+                "calibration_processes": calibration_processes},
             )  # fmt: skip
         except RecipeError as error:
             raise click.UsageError(str(error)) from error

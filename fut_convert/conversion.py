@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fut_convert.activation_store import ActivationStore
-from fut_convert.calibration import Calibration, LayerStatistics, calibration_layer, uncalibrated_scales
-from fut_convert.checkpoint_model import (
-    Rows,
-    module_bias,
-    module_gain,
-    module_weight,
-    rows_of,
-    stacked_rows,
-    weight_names,
-)
-from fut_convert.errors import ConvertError
-from fut_convert.fold_values import fold_bias, fold_weight
-from fut_convert.gptq_layers import GptqLayers
+from fut_convert.calibrated_layers import CalibratedLayers
+from fut_convert.calibration import uncalibrated_scales
+from fut_convert.calibration_process import CalibrationSetup
+from fut_convert.checkpoint_model import Rows, rows_of, stacked_rows, weight_names
+from fut_convert.fold_values import folded_parts, folded_weights
 from fut_convert.job_process import LayerDone
 from fut_convert.kept_codes import head_name
+from fut_convert.lanes import Lanes
 from fut_convert.layer_jobs import LayerJobs
-from fut_convert.manifest import solved_by_gptq
 from fut_convert.module_conversion import LayerWork, ModuleConverter
-from fut_convert.original_layer import OriginalLayer
 from fut_convert.plan import Plan
 from fut_convert.quantize.module import Int4Codes
 from fut_convert.read_ahead import ReadAhead
 from fut_convert.reading_order import EMBEDDING_STEP, layer_step
 from fut_convert.resume import LAYERS, LAYERS_DONE, SavePace
+from fut_convert.shared_calibration import SharedCalibration
 from fut_convert.sources import Source
 from fut_convert.sources.names import EMBEDDING, FINAL_NORM
 from fut_convert.steps import StepClock
@@ -43,7 +37,6 @@ from fut_runtime.artifact.manifest import WEIGHT_FORMATS
 from fut_runtime.artifact.progress import Progress as SavedProgress
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.artifact.writer import ArtifactWriter
-from fut_runtime.reference.layer import LayerWeights
 from fut_runtime.reference.rotation import sylvester_hadamard
 
 #: Numbers of the embedding that are copied at once.
@@ -73,9 +66,12 @@ class Conversion:
         self.clock, self.progress = clock, progress
         self.model = plan.manifest.model
         self.module_error: dict[str, float] = {}
-        self.calibration: Calibration | None = None
-        self.gptq: GptqLayers | None = None
+        self.calibrated: CalibratedLayers | None = None
+        self.shared: SharedCalibration | None = None
+        #: That run the calibration windows.
+        self.processes = 1
         self.embed_amax = 0.0
+        self.outcomes_before: dict[str, dict[str, Any]] = {}
         self.converter = ModuleConverter(source, plan.manifest, writer.write_rows, workers, device, clock)
         #: Processes that convert layers, where there are any; they report to `layer_done`.
         self.jobs: LayerJobs | None = None
@@ -84,9 +80,10 @@ class Conversion:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for holder in (self.calibration, self.gptq):
-            if holder is not None:
-                holder.hidden.close()
+        if self.shared is not None:
+            self.shared.close()
+        if self.calibrated is not None:
+            self.calibrated.close()
 
     @property
     def first_step(self) -> int:
@@ -114,7 +111,7 @@ class Conversion:
             if pace.due:
                 with pace.saving():
                     self._wait_for_jobs()
-                    with self.clock("save"):
+                    with self.clock("save"), self._together("save"):
                         self.writer.save(self._state(layer + 1), self._tensors())
         self.progress(layers + 1, layers + 2, "head")
         if saved is None or not saved.state["head_done"]:
@@ -140,7 +137,8 @@ class Conversion:
     @property
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """How GPTQ's codes came about, by module; see `GptqLayers`."""
-        return {} if self.gptq is None else self.gptq.outcomes
+        gptq = None if self.calibrated is None else self.calibrated.gptq
+        return self.outcomes_before if gptq is None else {**self.outcomes_before, **gptq.outcomes}
 
     def _state(self, layers_done: int, *, head_done: bool = False) -> dict[str, Any]:
         """What `_resume` needs, besides the tensors."""
@@ -155,21 +153,18 @@ class Conversion:
 
     def _tensors(self) -> dict[str, Iterable[Tensor]]:
         """The calibration windows' hidden states after the layers that are done."""
-        stores = {"calibration": self.calibration, "gptq": self.gptq}
-        return {name: holder.hidden.parts() for name, holder in stores.items() if holder is not None}
+        if self.calibrated is None:
+            return {}
+        return {name: self.calibrated.saved(name) for name in self.calibrated.holders()}
 
     def _resume(self, saved: SavedProgress) -> None:
         """Take up what an interrupted conversion saved."""
         self.module_error = dict(saved.state["module_error"])
         self.embed_amax = saved.state["embed_amax"]
-        self._begin_calibration(None)
-        if self.gptq is not None:
-            self.gptq.outcomes.update(saved.state["gptq"])
+        self.outcomes_before = saved.state["gptq"]
         # After the head nothing is left that would need them.
-        if saved.files and self.calibration is not None:
-            self.calibration.hidden.restore(self.writer.saved_file("calibration"))
-        if saved.files and self.gptq is not None:
-            self.gptq.hidden.restore(self.writer.saved_file("gptq"))
+        if saved.files:
+            self._begin_calibration(None, {name: self.writer.saved_file(name) for name in saved.files})
 
     def load(self, name: str) -> Tensor:
         """Read a tensor of the checkpoint."""
@@ -199,16 +194,25 @@ class Conversion:
         self.write("hadamard", sylvester_hadamard(self.model.rotation_block))
         self.write("final_norm", self.load(FINAL_NORM).float())
 
-    def _begin_calibration(self, embed: Tensor | None) -> None:
-        """Calibrate from the embedding on, or without it from hidden states that are to be restored."""
+    def _begin_calibration(self, embed: Tensor | None, saved: Mapping[str, Path] | None = None) -> None:
+        """Calibrate from the embedding on, or from hidden states that were saved."""
         if self.plan.windows is None:
             return
         ids = self.plan.windows.ids
-        with self.clock("calibrate"):
-            self.calibration = Calibration(self.model, ids, embed, self.device, partial(self._room, "calibration"))
-        if solved_by_gptq(self.plan.manifest):
-            room = partial(self._room, "gptq")
-            self.gptq = GptqLayers(self.plan.manifest, self.plan.recipe.gptq, ids, embed, self.device, room)
+        processes = Lanes.processes(len(ids), self.processes)
+        lanes = Lanes(len(ids), 0, processes)
+        if processes > 1:
+            setup = CalibrationSetup(
+                parent=os.getpid(), checkpoint=self.source.location, manifest=self.plan.manifest.to_json(), windows=ids,
+                rank=0, processes=processes, device=str(self.device), place=self.plan.memory.place,
+                directory=self.writer.work_file("x").parent, rendezvous=self.writer.work_file("rendezvous"),
+                saved=saved or {}, threads=max(1, torch.get_num_threads() // processes),
+            )  # fmt: skip
+            self.shared = SharedCalibration(setup, (self.writer.lock,))
+        manifest, room = self.plan.manifest, self._room
+        self.calibrated = CalibratedLayers(manifest, ids, embed, self.device, room, lanes, self.clock)
+        if saved is not None:
+            self.calibrated.restore(saved)
 
     def _room(self, owner: str, name: str, shape: tuple[int, int, int]) -> ActivationStore:
         """Room for activations where the plan has them."""
@@ -218,22 +222,14 @@ class Conversion:
 
     def _layer(self, layer: int) -> None:
         prefix = f"layers.{layer}"
-        gains = {m: g for m in MODULES if (g := module_gain(self.load, layer, m)) is not None}
-        self.write(f"{prefix}.attn_norm", gains["qkv"])
-        self.write(f"{prefix}.mlp_norm", gains["gate_up"])
-        norms = None
-        if self.model.qk_norm:
-            q_norm, k_norm = (self.load(f"model.layers.{layer}.self_attn.{n}_norm.weight").float() for n in "qk")
-            norms = (q_norm, k_norm)
-            self.write(f"{prefix}.q_norm", q_norm)
-            self.write(f"{prefix}.k_norm", k_norm)
-        manifest = self.plan.manifest
-        biases = {
-            m: fold_bias(module_bias(self.load, layer, m), manifest, m) for m in MODULES if self.model.module_bias(m)
-        }
-        for module, bias in biases.items():
+        parts = folded_parts(self.load, self.plan.manifest, layer)
+        self.write(f"{prefix}.attn_norm", parts.gains["qkv"])
+        self.write(f"{prefix}.mlp_norm", parts.gains["gate_up"])
+        for name, norm in zip("qk", parts.head_norms or (), strict=False):
+            self.write(f"{prefix}.{name}_norm", norm)
+        for module, bias in parts.biases.items():
             self.write(f"{prefix}.{module}.bias", bias)
-        if self.calibration is None:
+        if self.calibrated is None:
             scales = uncalibrated_scales(self.model, self.embed_amax, self.plan.recipe.activation.margin)
             self.write(f"{prefix}.activation_scale", scales[layer])
             work = LayerWork(layer, frozenset(WEIGHT_FORMATS), None)
@@ -242,28 +238,20 @@ class Conversion:
             else:
                 self.module_error |= self.converter.layer(work)
             return
-        weights = {m: fold_weight(module_weight(self.load, layer, m), manifest, m) for m in MODULES}
+        weights = folded_weights(self.load, self.plan.manifest, layer)
         self.reader.announce(layer + 1)
-        own = calibration_layer(weights, gains, biases, norms, self.device)
         # Other processes read the checkpoint's codes themselves, and choose none of GPTQ's, which depend on what came
         # before.
         theirs: frozenset[str] = frozenset()
         if self.jobs is not None:
-            theirs = frozenset(WEIGHT_FORMATS) - ({"int4"} if self.gptq is not None else set())
+            theirs = frozenset(WEIGHT_FORMATS) - ({"int4"} if self.calibrated.gptq is not None else set())
         ours = {m: [f for f in self.converter.formats(f"{prefix}.{m}") if f not in theirs] for m in MODULES}
         brought = {
             m: self.converter.kept_codes(f"{prefix}.{m}", weight_names(layer, m)) for m in MODULES if "int4" in ours[m]
         }
-        chosen = {module: codes for module, codes in brought.items() if codes is not None}
-        original: OriginalLayer | None = None
-        if self.gptq is not None:
-            # Before the checkpoint's windows advance: the quantized layer is to reproduce what it makes of them.
-            if self.gptq.corrects:
-                original = OriginalLayer(self.calibration, own)
-            with self.clock("gptq"):
-                chosen = self.gptq.layer(layer, weights, gains, biases, norms, original, chosen)
-        statistics = self._statistics(layer, own, original)
-        del own, original
+        kept = {module: codes for module, codes in brought.items() if codes is not None}
+        with self._together("layer", layer):
+            chosen, statistics = self.calibrated.layer(layer, weights, parts, kept)
         self.write(f"{prefix}.activation_scale", statistics.activation_scale(self.plan.recipe.activation.margin))
         if self.jobs is not None:
             self.jobs.submit(LayerWork(layer, theirs, statistics.second_moment))
@@ -271,20 +259,17 @@ class Conversion:
             rows, moment = rows_of(weights.pop(module)), statistics.second_moment[module]
             if formats:
                 codes = chosen.pop(module, None)
-                self._module(f"{prefix}.{module}", rows, gains.get(module), moment, codes, formats)
+                self._module(f"{prefix}.{module}", rows, parts.gains.get(module), moment, codes, formats)
 
-    def _statistics(self, layer: int, own: LayerWeights, original: OriginalLayer | None) -> LayerStatistics:
-        """What calibration saw of a layer of the checkpoint, which runs now unless it has run beside GPTQ's."""
-        assert self.calibration is not None
-        with self.clock("calibrate"):
-            statistics = self.calibration.run_layer(own) if original is None else original.statistics()
-        for site, value in statistics.amax.items():
-            if not (value < float("inf") and bool(statistics.second_moment[site].isfinite().all())):
-                raise ConvertError(
-                    f"calibration: the input of layers.{layer}.{site} is not finite; the checkpoint overflows 16 bits, "
-                    "or the calibration text drives it there: try another text, or --no-calibration"
-                )
-        return statistics
+    @contextmanager
+    def _together(self, command: str, layer: int = 0) -> Iterator[None]:
+        """Work with those who share the calibration windows, if any do."""
+        if self.shared is None:
+            yield
+            return
+        with self.shared.working():
+            self.shared.tell(command, layer)
+            yield
 
     def _module(
         self,
@@ -297,8 +282,8 @@ class Conversion:
     ) -> None:
         """Convert a module here, and note its errors; see `ModuleConverter.convert`."""
         self.module_error |= self.converter.convert(name, rows, gain, moment, int4, formats)
-        if self.gptq is not None and name in self.gptq.outcomes:
-            self.module_error[f"{name}.int4"] = self.gptq.outcomes[name]["weighted_error"] ** 0.5
+        if name in self.outcomes:
+            self.module_error[f"{name}.int4"] = self.outcomes[name]["weighted_error"] ** 0.5
 
     def layer_done(self, work: LayerWork, done: LayerDone) -> None:
         """Count what a process has written."""
@@ -314,11 +299,14 @@ class Conversion:
     def _head(self) -> None:
         if "head" not in self.plan.manifest.weights:
             return
-        moment = None if self.calibration is None else self.calibration.head_second_moment()
         matrices = [head_name(self.model)]
         rows = stacked_rows(self.source, matrices)
         gain, chosen = self.load(FINAL_NORM).float(), self.converter.kept_codes("head", matrices)
-        if chosen is None and self.gptq is not None and "int4" in self.plan.manifest.weights["head"]:
-            with self.clock("gptq"):
-                chosen = self.gptq.head(rows(0, self.model.vocab_size), gain)
+        moment = None
+        if self.calibrated is not None:
+            with self._together("head"):
+                moment, gptq = self.calibrated.head_moment(), self.calibrated.gptq
+                if chosen is None and gptq is not None and "int4" in self.plan.manifest.weights["head"]:
+                    with self.clock("gptq"):
+                        chosen = gptq.head(rows(0, self.model.vocab_size), gain)
         self._module("head", rows, gain, moment, chosen)

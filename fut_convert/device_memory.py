@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fut_convert.calibration import windows_at_once
+from fut_convert.lanes import LANES, Lanes
 from fut_convert.quantize.gptq import error_chunk
 from fut_convert.quantize.module import block_weights
 from fut_convert.quantize.scales import search_chunk
@@ -72,13 +73,18 @@ class DeviceMemory:
 
 
 def device_memory(
-    manifest: Manifest, windows: tuple[int, int] | None, device: torch.device, report_bytes: int = 0
+    manifest: Manifest,
+    windows: tuple[int, int] | None,
+    device: torch.device,
+    report_bytes: int = 0,
+    processes: int = 1,
 ) -> DeviceMemory:
     """What a conversion takes on a device.
 
     Args:
         windows: number of calibration windows and tokens of each; None without calibration.
         report_bytes: what the report takes, when everything else is given back; 0 without one.
+        processes: that share the windows, each with a device of its own: this is about the first.
     """
     model = manifest.model
     sizes = {name: rows * cols for name, (rows, cols) in ((m, model.module_shape(m)) for m in (*MODULES, "head"))}
@@ -89,7 +95,9 @@ def device_memory(
     if windows is None:
         return DeviceMemory({"quantize": _LIBRARY_BYTES + block, **report}, 0, 0, 0, 0)
     count, tokens = windows
-    batch = tokens * min(count, windows_at_once(model, tokens, device))
+    batch = tokens * min(-(-count // LANES), windows_at_once(model, tokens, device))
+    several = count > 1
+    count = Lanes(count, 0, processes).count
     layer = 2 * sum(sizes[m] for m in MODULES)
     chosen = sum(_code_bytes(spec) for spec in codes.values())
     steps = {"quantize": block + chosen}
@@ -100,11 +108,11 @@ def device_memory(
     # The checkpoint's layer in BF16, then what takes its place.
     held = layer
     for module, spec in codes.items():
-        steps[f"gptq {module}"] = held + _gptq(model, module, spec, batch, device, corrected)
+        steps[f"gptq {module}"] = held + _gptq(model, module, spec, batch, device, corrected, several)
         held += 2 * sizes[module] + _code_bytes(spec)
     head = manifest.weights.get("head", {}).get("int4")
     if head is not None and head.method == "gptq":
-        steps["gptq head"] = _gptq(model, "head", head, batch, device, False)
+        steps["gptq head"] = _gptq(model, "head", head, batch, device, False, several)
     hidden = 2 * count * tokens * model.hidden_size
     attended = 2 * count * tokens * model.module_shape("o")[1] if codes else 0
     sizes_of_steps = {step: _LIBRARY_BYTES + size for step, size in steps.items()}
@@ -143,8 +151,19 @@ def _forward(model: ModelSpec, tokens: int) -> int:
     return int(tokens * (max(mlp, attention) + 2 * model.hidden_size))
 
 
-def _gptq(model: ModelSpec, module: str, spec: WeightSpec, tokens: int, device: torch.device, corrected: bool) -> int:
-    """Peak while GPTQ works on a module: its Hessian is summed up, or its codes are chosen."""
+def _gptq(
+    model: ModelSpec,
+    module: str,
+    spec: WeightSpec,
+    tokens: int,
+    device: torch.device,
+    corrected: bool,
+    several: bool,
+) -> int:
+    """Peak while GPTQ works on a module: its Hessian is summed up, or its codes are chosen.
+
+    `several`: there are several lanes, whose sums are added up beside the sum of the lane that runs.
+    """
     rows, cols = spec.shape[0], spec.padded_shape[1]
     weights, entries = rows * cols, cols * cols
     chunk = error_chunk(device)
@@ -168,4 +187,6 @@ def _gptq(model: ModelSpec, module: str, spec: WeightSpec, tokens: int, device: 
         moved = _SOLVED_BYTES * entries + 20 * weights
         chosen = max(chosen + 4 * weights, moved)
         factorised += 4 * weights
+    if several:
+        summed += 4 * (entries + (weights if corrected else 0))
     return max(summed, factorised, chosen)

@@ -8,16 +8,29 @@ stands between their products and their rotation.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from fut_convert.checkpoint_model import Rows, rows_of
+from fut_convert.checkpoint_model import LayerParts, Load, Rows, layer_parts, module_weight, rows_of
 from fut_runtime.artifact.manifest import Manifest
-from fut_runtime.artifact.spec import ModelSpec
+from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.reference.rotation import rotate, sylvester_hadamard
 
 #: Modules that the rotation changes.
 FOLDED_MODULES = ("qkv", "o")
+
+
+def folded_weights(load: Load, manifest: Manifest, layer: int) -> dict[str, Tensor]:
+    """All matrices of a layer, as `fold_weight` has them."""
+    return {m: fold_weight(module_weight(load, layer, m), manifest, m) for m in MODULES}
+
+
+def folded_parts(load: Load, manifest: Manifest, layer: int) -> LayerParts:
+    """What else a layer has, its biases as `fold_bias` has them."""
+    parts = layer_parts(load, manifest.model, layer)
+    return replace(parts, biases={m: fold_bias(bias, manifest, m) for m, bias in parts.biases.items()})
 
 
 def fold_weight(weight: Tensor, manifest: Manifest, module: str) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 from fut_convert.activation_store import ActivationStore
 from fut_convert.calibration import Room
 from fut_convert.errors import ConvertError
+from fut_convert.lanes import Lanes
 from fut_convert.original_layer import OriginalLayer
 from fut_convert.quantize.gptq import GptqResult, GptqSettings
-from fut_convert.quantize.module import Int4Codes
+from fut_convert.quantize.module import SCALE_DTYPES, Int4Codes
 from fut_convert.quantize.whole_matrix import gptq_module
 from fut_convert.recipe import GptqRecipe, corrects
 from fut_convert.sequential import SequentialCalibration
@@ -37,6 +38,7 @@ class GptqLayers:
         embed: Tensor | None,
         device: torch.device,
         room: Room | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         """Begin before the first layer, with int64 [windows, tokens]; the rest as for `Calibration`."""
         self.outcomes: dict[str, dict[str, Any]] = {}
@@ -45,7 +47,8 @@ class GptqLayers:
             damping=recipe.damping, act_order=recipe.act_order, sweeps=recipe.sweeps, correction=recipe.correction
         )
         self._recipe = recipe
-        self._calibration = SequentialCalibration(manifest.model, windows, embed, device, room)
+        self._calibration = SequentialCalibration(manifest.model, windows, embed, device, room, lanes)
+        self._lanes = self._calibration.lanes
         self._device = device
 
     @property
@@ -88,7 +91,7 @@ class GptqLayers:
         def quantize(module: str, hessian: Tensor, wanted: Tensor | None) -> SixteenBitProjection:
             spec, name = specs[module], f"layers.{index}.{module}"
             if module not in chosen:
-                chosen[module] = self._choose(name, weights[module], spec, hessian, gains.get(module), wanted)
+                chosen[module] = self._shared(name, weights[module], spec, hessian, gains.get(module), wanted)
             stored = dequantize_int4(chosen[module].codes, chosen[module].scales)
             gain, bias = at_runtime.get(module), biases.get(module)
             return SixteenBitProjection(
@@ -103,9 +106,34 @@ class GptqLayers:
 
     def head(self, weight: Tensor, gain: Tensor) -> Int4Codes:
         """Codes of the output head [vocab, hidden], after the last layer."""
+        return self._choose("head", weight, self._manifest.weights["head"]["int4"], self.head_hessian(gain), gain)
+
+    def head_hessian(self, gain: Tensor) -> Tensor:
+        """The head's Hessian, which the other processes contribute to."""
         spec = self._manifest.weights["head"]["int4"]
-        hessian = self._calibration.head_hessian(gain if spec.gain == "runtime" else None)
-        return self._choose("head", weight, spec, hessian, gain)
+        return self._calibration.head_hessian(gain if spec.gain == "runtime" else None)
+
+    def _shared(
+        self,
+        name: str,
+        weight: Tensor,
+        spec: WeightSpec,
+        hessian: Tensor,
+        gain: Tensor | None,
+        wanted: Tensor | None,
+    ) -> Int4Codes:
+        """Codes that the first process chooses, in all of them."""
+        if self._lanes.first:
+            codes = self._choose(name, weight, spec, hessian, gain, wanted)
+        else:
+            rows, cols = spec.shape[0], spec.padded_shape[1]
+            scales = torch.empty(
+                (rows, cols // (spec.group_size or 1)),
+                dtype=SCALE_DTYPES[spec.scale_dtype or ""],
+                device=self._device,
+            )
+            codes = Int4Codes(torch.empty((rows, cols), dtype=torch.uint8, device=self._device), scales)
+        return Int4Codes(*(self._lanes.share(x.contiguous()) for x in (codes.codes, codes.scales)))
 
     def _choose(
         self,

@@ -6,18 +6,13 @@ for each.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import pickle
-import signal
-import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from fut_convert.child_process import die_with, receive, send
 from fut_convert.memory import peak_host_bytes
 from fut_convert.module_conversion import LayerWork, ModuleConverter
 from fut_convert.sources import open_source
@@ -27,8 +22,6 @@ from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.paths import MANIFEST_FILE
 from fut_runtime.artifact.shard_rows import ShardRows
 from fut_runtime.errors import FutError
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -67,24 +60,10 @@ class LayerDone:
     peak_bytes: int
 
 
-def send(connection: Connection, item: object) -> None:
-    """Send an object, its tensors by value: PyTorch would have `Connection.send` share their memory."""
-    connection.send_bytes(pickle.dumps(item))
-
-
-def receive(connection: Connection) -> Any:
-    """Receive what `send` has sent.
-
-    Raises:
-        EOFError: the other side has ended.
-    """
-    return pickle.loads(connection.recv_bytes())
-
-
 def serve(connection: Connection) -> None:
     """Convert what comes until the connection ends."""
     setup: JobSetup = receive(connection)
-    _die_with(setup.parent)
+    die_with(setup.parent)
     torch.set_num_threads(setup.threads)
     cpu = torch.device("cpu")
     manifest = Manifest.from_json(setup.manifest, MANIFEST_FILE)
@@ -103,11 +82,3 @@ def serve(connection: Connection) -> None:
                     send(connection, error)
                     return
             send(connection, LayerDone(errors, clock.seconds, peak_host_bytes()))
-
-
-def _die_with(parent: int) -> None:
-    """Be killed when the parent ends, however it does: nobody else may write where it has written."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the conversion has ended")

@@ -9,6 +9,7 @@ import torch
 from fut_convert.activation_store import PLACES
 from fut_convert.calibration_text import CalibrationWindows
 from fut_convert.device_memory import device_memory
+from fut_convert.lanes import Lanes
 from fut_convert.memory import available_bytes, estimate_host_bytes, job_bytes, report_bytes
 from fut_convert.sources import Source
 from fut_runtime.artifact.manifest import Manifest
@@ -75,19 +76,27 @@ def plan_memory(
     depth: CalibrationWindows | None = None,
     evaluation: CalibrationWindows | None = None,
     jobs: int = 1,
+    processes: int = 1,
 ) -> MemoryPlan:
     """Place the activations in the fastest memory that has room for them beside everything else.
 
-    `depth` and `evaluation` are what the report measures on. More than one of `jobs` are processes beside this one.
+    `depth` and `evaluation` are what the report measures on. More than one of `jobs` are processes beside this one, and
+    so are all but one of `processes`, which share the calibration windows.
     """
     shape = None if windows is None else (windows.ids.shape[0], windows.ids.shape[1])
     running = report_bytes(manifest, device, depth=depth, evaluation=evaluation)
-    needed = device_memory(manifest, shape, device, running)
+    needed = device_memory(manifest, shape, device, running, processes)
     host_limit = budget.host if budget.host is not None else available_bytes()
-    beside = job_bytes(source, manifest, jobs)
+    others = job_bytes(source, manifest, jobs)
+    share = windows
+    if windows is not None:
+        processes = Lanes.processes(len(windows.ids), processes)
+        share = CalibrationWindows(windows.ids[: Lanes(len(windows.ids), 0, processes).count], windows.record)
+    # The other processes write nothing and report nothing, and have no more of anything else than the first.
     host = {
-        place: beside
-        + estimate_host_bytes(source, manifest, windows, device, place, depth=depth, evaluation=evaluation)
+        place: others
+        + estimate_host_bytes(source, manifest, share, device, place, depth=depth, evaluation=evaluation)
+        + (processes - 1) * estimate_host_bytes(source, manifest, share, device, place)
         for place in PLACES
     }
     device_limit = None
@@ -101,15 +110,17 @@ def plan_memory(
     counted_on = host_limit if budget.host is not None else _COUNTED_ON * host_limit
     fitting = [place for place in places if host[place] <= counted_on]
     place = (fitting or ["disk"])[0] if windows is not None else "device"
+    # On the disk there is room for those of all processes.
+    whole = device_memory(manifest, shape, device)
     return MemoryPlan(
         place=place,
-        activation_bytes=needed.activation_bytes,
+        activation_bytes=whole.activation_bytes,
         host_bytes=host[place],
         host_limit=host_limit,
         device_bytes=needed.peak(place) if device.type == "cuda" else None,
         device_limit=device_limit,
         device_steps=dict(needed.steps) if device.type == "cuda" else {},
-        saved_bytes=needed.resident,
+        saved_bytes=whole.resident,
     )
 
 

@@ -40,7 +40,7 @@ class OriginalLayer:
 
     def __init__(self, calibration: Calibration, layer: LayerWeights) -> None:
         self._calibration = calibration
-        self._seen = SiteStatistics(calibration.device)
+        self._seen = SiteStatistics(calibration.lanes, calibration.lane_ends())
         self._accumulator: Tensor | None = None
         watched = {
             m: _Watched(p.weight, p.channel_scale, p.gain, p.bias, show=self._take)

@@ -17,6 +17,7 @@ import torch
 from fut_convert.conversion import Conversion, Progress
 from fut_convert.errors import PASSING_ERRORS, ConvertError
 from fut_convert.job_process import JobSetup
+from fut_convert.lanes import LANES
 from fut_convert.layer_jobs import LayerJobs
 from fut_convert.memory import job_threads, peak_host_bytes
 from fut_convert.memory_budget import MemoryBudget
@@ -57,16 +58,25 @@ def plan_conversion(
     evaluate_windows: int | None = None,
     stream: bool = False,
     jobs: int = 1,
+    calibration_processes: int = 1,
 ) -> Plan:
     """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`."""
     resolved = load_recipe(recipe, overrides)
     budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows, stream)
-    _check_jobs(jobs, device, stream)
+    _check_processes(jobs, calibration_processes, device, stream)
     check_unlocked(Path(out))
     with open_source(model, revision=revision, token=token, stream=stream) as source:
         return make_plan(
-            source, resolved, Path(out), _device(device), budget, overwrite=overwrite, report=options, jobs=jobs
+            source,
+            resolved,
+            Path(out),
+            _device(device),
+            budget,
+            overwrite=overwrite,
+            report=options,
+            jobs=jobs,
+            processes=calibration_processes,
         )
 
 
@@ -88,6 +98,7 @@ def convert(
     evaluate_windows: int | None = None,
     stream: bool = False,
     jobs: int = 1,
+    calibration_processes: int = 1,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     on_resume: Callable[[int, int], None] | None = None,
@@ -115,6 +126,8 @@ def convert(
             report then has nothing to measure the artifact against.
         jobs: layers that are converted side by side, on a CPU, by processes of their own where it is more than one. It
             changes no byte.
+        calibration_processes: processes that share the calibration windows, at most 8: each with a CUDA device of its
+            own, from the given one on, or with a share of the CPU's cores. It changes no byte.
         progress, on_plan: callbacks.
         on_resume: called as on_resume(layers done, layers) where it goes on from an interrupted conversion.
 
@@ -127,13 +140,21 @@ def convert(
     budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows, stream)
     progress = progress or (lambda *_: None)
-    _check_jobs(jobs, device, stream)
+    _check_processes(jobs, calibration_processes, device, stream)
     # A model on the Hub is not fetched only to find this out.
     check_unlocked(Path(out))
     with StepClock(device) as clock, open_source(model, revision=revision, token=token, stream=stream) as source:
         with clock("plan"):
             plan = make_plan(
-                source, resolved, Path(out), device, budget, overwrite=overwrite, report=options, jobs=jobs
+                source,
+                resolved,
+                Path(out),
+                device,
+                budget,
+                overwrite=overwrite,
+                report=options,
+                jobs=jobs,
+                processes=calibration_processes,
             )
         if on_plan is not None:
             on_plan(plan)
@@ -147,6 +168,7 @@ def convert(
                 on_resume(writer.resumed.state[LAYERS_DONE], plan.manifest.model.num_layers)
             with Workers(worker_count(device)) as workers, ReadAhead(source, device) as reader:
                 conversion = Conversion(source, reader, plan, writer, workers, device, clock, progress)
+                conversion.processes = calibration_processes
                 try:
                     source.begin(ReadingOrder(plan.manifest), writer.input_directory, conversion.first_step)
                     with conversion, _processes(jobs, conversion, shard_bytes) as conversion.jobs:
@@ -190,9 +212,19 @@ def convert(
     return result
 
 
-def _check_jobs(jobs: int, device: str | torch.device, stream: bool) -> None:
+def _check_processes(jobs: int, calibrating: int, device: str | torch.device, stream: bool) -> None:
     if jobs < 1:
         raise ConvertError(f"jobs is {jobs}, expected 1 or more")
+    if not 1 <= calibrating <= LANES:
+        raise ConvertError(f"calibration_processes is {calibrating}, expected 1 to {LANES}")
+    if calibrating > 1 and stream:
+        raise ConvertError("--calibration-processes read the checkpoint each by itself; --stream has a part of it only")
+    first = _device(device)
+    if first.type == "cuda" and (first.index or 0) + calibrating > torch.cuda.device_count():
+        raise ConvertError(
+            f"--calibration-processes {calibrating} takes a CUDA device for each, from {first} on; PyTorch sees "
+            f"{torch.cuda.device_count()}"
+        )
     if jobs > 1 and _device(device).type != "cpu":
         raise ConvertError("--jobs shares the layers out over processes on a CPU; a GPU converts one after the other")
     if jobs > 1 and stream:

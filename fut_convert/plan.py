@@ -138,6 +138,7 @@ def make_plan(
     overwrite: bool = False,
     report: ReportOptions = _DEFAULT_REPORT,
     jobs: int = 1,
+    processes: int = 1,
 ) -> Plan:
     """Plan a conversion, reading no weights but a quantized checkpoint's zero points.
 
@@ -192,7 +193,15 @@ def make_plan(
     # Measuring would take the weights once more.
     depth = depth_windows(windows, evaluation) if report.enabled and stream is None else None
     memory = plan_memory(
-        source, manifest, windows, device, budget or MemoryBudget(), depth=depth, evaluation=evaluation, jobs=jobs
+        source,
+        manifest,
+        windows,
+        device,
+        budget or MemoryBudget(),
+        depth=depth,
+        evaluation=evaluation,
+        jobs=jobs,
+        processes=processes,
     )
     warnings += memory.problems()
     scratch = memory.scratch_bytes + (0 if stream is None else stream.peak_bytes)

@@ -7,7 +7,7 @@ what it should have put out, and so makes good for what those before it lost (`f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _FP32_RESULTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >=
 
 #: quantize(module, hessian, wanted) -> the module as it will multiply. The Hessian is FP32 [in, in], the mean of xxᵀ
 #: over the inputs x of its product; `wanted` is FP32 [out, in], the mean of txᵀ with t what it is to put out before its
-#: bias, or None without an original.
+#: bias, or None without an original. Where processes share the windows only the first has them.
 Quantize = Callable[[str, Tensor, Tensor | None], Projection]
 #: Inputs x [tokens, in] of a product, and t [tokens, out] or None.
 Sample = tuple[Tensor, Tensor | None]
@@ -107,21 +107,31 @@ class SequentialCalibration(Calibration):
             yield gated(layer, products, h), wanted
 
     def _moments(self, samples: Iterable[Sample]) -> tuple[Tensor, Tensor | None]:
-        """Means of xxᵀ, FP32 [in, in], and of txᵀ, FP32 [out, in], over tokens rounded to 16 bits first."""
-        squares: Tensor | None = None
-        mixed: Tensor | None = None
-        count = 0
-        for inputs, wanted in samples:
-            x = inputs.to(ACTIVATION_DTYPE)
-            squares = _plus(squares, outer_products(x, x))
-            if wanted is not None:
-                mixed = _plus(mixed, outer_products(wanted.to(ACTIVATION_DTYPE), x))
-            count += len(x)
-            # The next batch is computed while these would still be held.
-            del inputs, wanted, x
-        if squares is None:
-            raise ValueError("there are no windows to calibrate on")
-        return squares.div_(count), None if mixed is None else mixed.div_(count)
+        """Means of xxᵀ, FP32 [in, in], and of txᵀ, FP32 [out, in], over tokens rounded to 16 bits first.
+
+        An empty tensor in all processes but the first.
+        """
+
+        def lane_sums() -> Iterator[Sequence[Tensor]]:
+            squares: Tensor | None = None
+            mixed: Tensor | None = None
+            for (inputs, wanted), ends in zip(samples, self.lane_ends(), strict=True):
+                x = inputs.to(ACTIVATION_DTYPE)
+                squares = _plus(squares, outer_products(x, x))
+                if wanted is not None:
+                    mixed = _plus(mixed, outer_products(wanted.to(ACTIVATION_DTYPE), x))
+                # The next batch is computed while these would still be held.
+                del inputs, wanted, x
+                if ends:
+                    done = [squares] if mixed is None else [squares, mixed]
+                    squares = mixed = None
+                    yield done
+                    del done
+
+        totals = [total.div_(self.count * self.tokens) for total in self.lanes.total(lane_sums())]
+        if not self.lanes.first:
+            return torch.empty(0), None
+        return totals[0], totals[1] if len(totals) > 1 else None
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:

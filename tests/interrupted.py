@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fut_convert import convert
@@ -49,3 +50,8 @@ def interrupted(checkpoint: Path | str, out: Path, overrides: dict[str, Any], la
         stopped_at(layer, patch)
         with pytest.raises(StopError):
             convert(str(checkpoint), out, overrides=overrides, **more)
+
+
+def workers_alive() -> list[psutil.Process]:
+    """The processes that work for this one."""
+    return [p for p in psutil.Process().children() if any("import serve" in part for part in p.cmdline())]

@@ -114,7 +114,9 @@ def random_fp8(name: str, shape: tuple[int, int], block: tuple[int, int]) -> Fp8
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     blocks = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
     scales = torch.from_numpy(rng.uniform(0.5, 1.5, blocks) / 100 / np.sqrt(shape[1])).to(torch.bfloat16).float()
-    wide = np.repeat(np.repeat(scales.numpy(), block[0], 0)[: shape[0]], block[1], 1)[:, : shape[1]]
+    # A block may be far larger than the matrix: repeated so often, its scales would take gigabytes.
+    height, width = (min(size, part) for size, part in zip(shape, block, strict=True))
+    wide = np.repeat(np.repeat(scales.numpy(), height, 0)[: shape[0]], width, 1)[:, : shape[1]]
     # The positive numbers ascend with their codes.
     wanted = np.minimum(np.abs(rng.standard_normal(shape) * 100), 448)
     bits = np.searchsorted(E4M3_VALUES[:127], wanted) | np.where(rng.random(shape) < 0.5, 128, 0)

@@ -34,16 +34,18 @@ def test_what_is_stored_is_loaded_and_restored(place: str, tmp_path: Path, monke
         store.store(windows, values[windows].flatten(0, 1))
     expected = values.bfloat16()
     assert torch.equal(store.load(slice(2, 5)), expected[2:5])
-    parts = list(store.parts())
+    parts = list(store.parts(slice(0, 7)))
     assert len(parts) == 4 and torch.equal(torch.cat(parts), expected)
     saved = tmp_path / "saved"
     saved.write_bytes(b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts))
     other = ActivationStore((7, 3, 8), CPU, place, tmp_path / "other" if place == "disk" else None)
-    other.restore(saved)
+    other.restore(saved, [(slice(0, 7), slice(0, 7))])
     assert torch.equal(other.load(slice(0, 7)), expected)
+    other.restore(saved, [(slice(5, 7), slice(0, 2)), (slice(1, 2), slice(2, 3))])
+    assert torch.equal(other.load(slice(0, 4)), expected[[5, 6, 1, 3]])
     saved.write_bytes(saved.read_bytes()[:-1])
     with pytest.raises(ArtifactError, match="saved: cannot be read"):
-        other.restore(saved)
+        other.restore(saved, [(slice(0, 7), slice(0, 7))])
     for used in (store, other):
         used.close()
         used.close()

@@ -45,7 +45,7 @@ def calibrated(source: Source, windows: Tensor = WINDOWS) -> tuple[list[LayerSta
 
 
 def states(calibration: Calibration) -> Tensor:
-    return torch.cat([*calibration.hidden.parts()])
+    return torch.cat([*calibration.hidden.parts(slice(0, calibration.count))])
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

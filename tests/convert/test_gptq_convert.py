@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def states(calibration: Calibration) -> Tensor:
-    return torch.cat([*calibration.hidden.parts()])
+    return torch.cat([*calibration.hidden.parts(slice(0, calibration.count))])
 
 
 QUICK = {"calibration.windows": 4, "calibration.window_tokens": 128, "calibration.allow_few_tokens": True}

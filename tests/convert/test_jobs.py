@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -18,9 +17,8 @@ from click.testing import CliRunner
 from fut_convert import convert, plan_conversion, resume
 from fut_convert.cli import main
 from fut_convert.errors import CheckpointError, ConvertError, JobError
-from fut_convert.layer_jobs import LayerJobs
 from fut_runtime.errors import ArtifactError
-from interrupted import RECIPES, SHORT, interrupted, sealed
+from interrupted import RECIPES, SHORT, interrupted, sealed, workers_alive
 from killed_conversion import convert_and_kill
 from quantized_checkpoints import gptq_config, gptq_parts, matrices_of, write_quantized
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
@@ -33,18 +31,13 @@ def save_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "_SAVING_SHARE", 1e9)
 
 
-def processes() -> list[psutil.Process]:
-    """Those that convert layers for this one."""
-    return [p for p in psutil.Process().children() if any("job_process" in part for part in p.cmdline())]
-
-
 def both(checkpoint: Path, tmp_path: Path, recipe: dict[str, Any], jobs: int, **more: Any) -> None:
     """Convert by one process and by several, and compare."""
     one = convert(str(checkpoint), tmp_path / "one", overrides=recipe, report=False)
     many = convert(str(checkpoint), tmp_path / "many", overrides=recipe, report=False, jobs=jobs, **more)
     assert sealed(many.path) == sealed(one.path)
     assert many.module_error == one.module_error and many.gptq == one.gptq
-    assert not processes()
+    assert not workers_alive()
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
@@ -97,7 +90,7 @@ def test_an_error_is_what_it_is_without(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", CheckpointShape(layers=4), spoil)
     with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up_proj\.weight holds 1 values that are not finite"):
         convert(str(path), tmp_path / "out", overrides=RECIPES["uncalibrated"], jobs=2)
-    assert not processes()
+    assert not workers_alive()
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -108,11 +101,11 @@ def test_a_process_that_dies_loses_no_layers(
 
     def kill_one(done: int, _: int, __: str) -> None:
         if done == 4:
-            os.kill(processes()[0].pid, signal.SIGKILL)
+            os.kill(workers_alive()[0].pid, signal.SIGKILL)
 
-    with pytest.raises(JobError, match=r"ended by signal 9; where the system ran out of memory, fewer"):
+    with pytest.raises(JobError, match=r"ended by signal 9; where the system ran out of memory, a smaller --jobs"):
         convert(str(checkpoint), out, overrides=RECIPES["uncalibrated"], jobs=2, progress=kill_one)
-    assert not processes()
+    assert not workers_alive()
     result = convert(str(checkpoint), out, overrides=RECIPES["uncalibrated"], jobs=2, report=False)
     assert result.resumed_layers is not None and result.resumed_layers >= 2
     assert sealed(out) == sealed(convert(str(checkpoint), tmp_path / "one", overrides=RECIPES["uncalibrated"]).path)
@@ -144,10 +137,10 @@ def test_refusals(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("fut_convert.pipeline.torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConvertError, match="a GPU converts one after the other"):
         convert(checkpoint, tmp_path / "out", jobs=2, device="cuda")
-    monkeypatch.setattr(LayerJobs, "_start", _cannot_start)
+    monkeypatch.setattr("fut_convert.child_process.subprocess.Popen", _cannot_start)
     with pytest.raises(JobError, match=r"cannot be started \(Cannot allocate memory\)"):
         convert(checkpoint, tmp_path / "out", overrides=RECIPES["uncalibrated"], jobs=2)
 
 
-def _cannot_start(*_: object) -> None:
+def _cannot_start(*_: object, **__: object) -> None:
     raise OSError(12, "Cannot allocate memory")

@@ -32,11 +32,20 @@ def perturbed(projection: SixteenBitProjection, seed: int) -> SixteenBitProjecti
 
 def inputs_of(model: ModelSpec, layer: LayerWeights, calibration: Calibration) -> dict[str, list[Tensor]]:
     """Module -> product input before the gain, and the site's hidden state or input, of all tokens."""
-    seen: dict[str, list[Tensor]] = {}
-    products = Sixteen(EXACT, model.rms_norm_eps, lambda site, x, stored: seen.update({site: [x, stored]}))
-    (batch,) = calibration.batches()
-    run_layer(model, layer, products, EXACT, batch.states.float(), batch.rope, batch.attend)
-    return seen
+    seen: dict[str, list[tuple[Tensor, ...]]] = {}
+
+    def observe(site: str, *both: Tensor) -> None:
+        seen.setdefault(site, []).append(both)
+
+    products = Sixteen(EXACT, model.rms_norm_eps, observe)
+    for batch in calibration.batches():
+        run_layer(model, layer, products, EXACT, batch.states.float(), batch.rope, batch.attend)
+    return {site: [torch.cat(parts) for parts in zip(*batches, strict=True)] for site, batches in seen.items()}
+
+
+def states(calibration: Calibration) -> Tensor:
+    """All hidden states."""
+    return torch.cat([*calibration.hidden.parts(slice(0, calibration.count))])
 
 
 @pytest.mark.parametrize("name", ["base", "qwen2_biases", "qwen3_qk_norm"])
@@ -74,7 +83,7 @@ def test_it_is_the_output_of_the_original_and_the_error_of_the_stream(
     theirs = inputs_of(model, layer, alone)
     # Beside the quantized layer the original has run as it does by itself.
     expected_statistics, statistics = alone.run_layer(layer), original.statistics()
-    assert torch.equal(torch.cat([*own.hidden.parts()]), torch.cat([*alone.hidden.parts()]))
+    assert torch.equal(states(own), states(alone))
     assert statistics.amax == expected_statistics.amax
     for module, moment in expected_statistics.second_moment.items():
         assert torch.equal(statistics.second_moment[module], moment), module
