@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +75,7 @@ def join(setup: CalibrationSetup) -> None:
     device = torch.device(setup.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    hook = sys.excepthook
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{setup.rendezvous}",
@@ -81,6 +83,8 @@ def join(setup: CalibrationSetup) -> None:
         world_size=setup.processes,
         timeout=_TIMEOUT,
     )
+    # It marks tracebacks with the rank, also those of whoever calls this package, long after the conversion.
+    sys.excepthook = hook
 
 
 def serve(connection: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,12 +73,12 @@ def test_sums_are_added_lane_by_lane() -> None:
 def test_the_bytes_are_those_of_one_process(
     recipe: dict[str, Any], processes: int, tiny_checkpoint: Make, tmp_path: Path
 ) -> None:
-    checkpoint = str(tiny_checkpoint(layers=2, family="qwen3"))
+    checkpoint, hook = str(tiny_checkpoint(layers=2, family="qwen3")), sys.excepthook
     one = convert(checkpoint, tmp_path / "one", overrides=recipe, report=False)
     many = convert(checkpoint, tmp_path / "many", overrides=recipe, report=False, calibration_processes=processes)
     assert sealed(many.path) == sealed(one.path)
     assert many.gptq == one.gptq and many.module_error == one.module_error
-    assert not workers_alive() and not dist.is_initialized()
+    assert not workers_alive() and not dist.is_initialized() and sys.excepthook is hook
 
 
 def test_kept_codes_other_jobs_and_activations_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
