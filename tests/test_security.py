@@ -40,7 +40,7 @@ _FORBIDDEN = {
 
 
 #: What processes of one conversion send each other through a pipe of their own.
-_ALLOWED = {"fut_convert/job_process.py": {"pickle.loads(connection.recv_bytes())"}}
+_ALLOWED = {"fut_convert/child_process.py": {"pickle.loads(connection.recv_bytes())"}}
 
 
 def violations(source: str) -> Iterator[str]:
