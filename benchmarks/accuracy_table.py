@@ -41,6 +41,8 @@ from fut_runtime.evaluate.windows import cut_windows  # noqa: E402
 from fut_runtime.reference import backend as reference  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "accuracy.jsonl"
+#: Smaller groups where the report's errors are largest, in the order of what they add to the artifact.
+MIXED_GROUPS: list[dict[str, int]] = [{"o": 32}, {"down": 32}, {"o": 32, "down": 32}, {"qkv": 32, "o": 32}]
 
 
 class Remembered:
@@ -104,7 +106,8 @@ class Table:
     "--rows",
     default="all",
     show_default=True,
-    help="all, or some: rtn,absmax_7,absmax_7.5,search,folded,gptq,published,builtin,gptq-builtin,fold-v,kv,fp8,serve.",
+    help="all, or some: rtn,absmax_7,absmax_7.5,search,folded,gptq,published,builtin,gptq-builtin,fold-v,head,groups,kv,"
+    "fp8,serve.",
 )
 @click.option("--gptq", "changed", type=(str, float), multiple=True, help="Recipe key and number for the GPTQ rows.")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
@@ -162,6 +165,16 @@ def main(
                 with _converted(model, options | {"kv_cache.fold_v": True}, device) as artifact:
                     table.row(f"{name}, V's rotation folded", _runner(artifact, device, kv_cache="bf16"))
                     table.row(f"{name}, V's rotation folded + INT4 cache", _runner(artifact, device))
+        if include("head"):
+            for head in ("e4m3", "int4"):
+                with _converted(model, calibrated | {"weights": ["int4", "bf16"], "head": head}, device) as artifact:
+                    runner = _runner(artifact, device, decode_mode="bf16", kv_cache="bf16")
+                    table.row(f"head in {head.upper()} alone", runner)
+        if include("groups"):
+            for overrides in MIXED_GROUPS:
+                name = ", ".join(f"{module} {size}" for module, size in overrides.items())
+                with _converted(model, gptq | {"int4.group_size_overrides": overrides}, device) as artifact:
+                    table.row(f"GPTQ, groups of {name}, else {group_size}", _runner(artifact, device, kv_cache="bf16"))
         if include("gptq-builtin"):
             with _converted(model, gptq | {"calibration.text": "builtin"}, device) as artifact:
                 table.row("GPTQ, built-in text", _runner(artifact, device, kv_cache="bf16"))

@@ -139,7 +139,9 @@ def accuracy_steps(out: Path, model: Path, text: Path, calibration: str) -> list
         "--label", model.name, "--out", str(out / "kv_cache.jsonl"), "--window", "2048", "--window", "8192",
     ]  # fmt: skip
     return [
+        Step("formats", f"formats_{model.name}", [*table, "kv,fp8"], 120, 180),
         Step("accuracy", f"accuracy_{model.name}", [*table, "published,gptq,gptq-builtin"], 180, 240),
+        Step("choices", f"choices_{model.name}", [*table, "head,groups"], 200, 300),
         Step("cache", f"kv_cache_{model.name}", cache, 400, 500),
     ]
 
