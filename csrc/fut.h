@@ -253,6 +253,42 @@ FUT_API fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multi
                                   int32_t* splits, int64_t* workspace_bytes);
 FUT_API fut_status fut_w8a16(const fut_w8a16_call* call, void* stream);
 
+/* Chunks of prompts, packed: request i has rows first_row[i] to first_row[i + 1] - 1, which are its tokens from
+ * position first_position[i] on. No rows lie between chunks; a chunk may be empty. */
+typedef struct fut_prompts {
+  const int32_t* first_row;      /* device [requests + 1], ascending from 0 to `rows` */
+  const int32_t* first_position; /* device [requests]: tokens of the request before the chunk */
+  const int32_t* slot;           /* device [requests]: row of the page table */
+  const int32_t* page_table;     /* device [slots, table_width]: page of tokens 64*i .. 64*i+63 of the slot's request;
+                                    entries past a chunk's last token are not read */
+  int32_t table_width;
+  int32_t requests;
+  int32_t rows;
+  int32_t max_chunk; /* at least the rows of the longest chunk */
+} fut_prompts;
+
+/* Causal attention of every row to positions 0 .. its own of its request, K and V of the chunk itself included: they
+ * are in the history already. What the history holds past a request's last token is never seen, whatever it is. The
+ * same bits however a prompt is cut into chunks and whatever runs beside it. */
+typedef struct fut_prefill_attention_call {
+  const void* q; /* device BF16 [rows, heads * head_dim] */
+  const void* k; /* device BF16 [pages, kv_heads, FUT_PAGE_TOKENS, head_dim], after RoPE */
+  const void* v; /* the same */
+  int64_t pages;
+  fut_prompts prompts;
+  fut_attention_shape shape; /* head_dim 64, 80, 96 or 128; the RoPE tables and rms_norm_eps are not used */
+  void* out;                 /* device BF16 [rows, heads * head_dim], or null */
+  int64_t out_stride;        /* elements, a multiple of 8 */
+  fut_e4m3_output quantized; /* the same in E4M3, its stride a multiple of 16: scale and amax of each request; data
+                                null: none */
+  void* workspace;           /* device; its bytes must be zero before its first use, and later uses find it as it was
+                                left; one call at a time */
+  int64_t workspace_bytes;
+} fut_prefill_attention_call;
+
+FUT_API int64_t fut_prefill_attention_workspace_bytes(int32_t requests, int32_t rows, int32_t heads);
+FUT_API fut_status fut_prefill_attention(const fut_prefill_attention_call* call, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -101,6 +101,16 @@ fut_status fut_w8a16(const fut_w8a16_call* c, void* stream) {
   (void)stream;
   return c->workspace_bytes == 5000000000 && c->splits == 3 ? FUT_OK : FUT_INVALID;
 }
+int64_t fut_prefill_attention_workspace_bytes(int32_t requests, int32_t rows, int32_t heads) {
+  return 1000000000000 + 10000 * requests + 100 * rows + heads;
+}
+fut_status fut_prefill_attention(const fut_prefill_attention_call* c, void* stream) {
+  (void)stream;
+  return c->pages == 5000000000 && c->prompts.max_chunk == 7 && c->shape.head_dim == 80 && c->quantized.stride == 640 &&
+                 c->workspace_bytes == 6000000000
+             ? FUT_OK
+             : FUT_INVALID;
+}
 fut_status fut_read_bandwidth(const void* data, int64_t bytes, uint32_t* checksum, void* stream) {
   (void)data; (void)checksum; (void)stream;
   return bytes == 6000000000 ? FUT_OK : FUT_INVALID;
@@ -224,6 +234,15 @@ def test_numbers_cross_the_border_whole(fake: Library) -> None:
     fake.call("fut_w8a16_plan", 1, 2, 3, 4, ctypes.byref(tokens), ctypes.byref(splits), ctypes.byref(nbytes))
     assert (tokens.value, splits.value, nbytes.value) == (32, 6, 5_000_000_021)
     fake.call("fut_w8a16", ctypes.byref(structs.W8A16Call(workspace_bytes=5_000_000_000, splits=3)), None)
+    assert fake.fut_prefill_attention_workspace_bytes(5, 7, 32) == 1_000_000_050_732
+    prefill = structs.PrefillAttentionCall(
+        pages=5_000_000_000,
+        prompts=structs.Prompts(max_chunk=7),
+        shape=structs.AttentionShape(head_dim=80),
+        quantized=structs.E4M3Output(stride=640),
+        workspace_bytes=6_000_000_000,
+    )
+    fake.call("fut_prefill_attention", ctypes.byref(prefill), None)
     fake.call("fut_project", ctypes.byref(matrix), None, None, 3, Epilogue.SWIGLU, 0.5, None, 5_000_000_000, None)
 
 

@@ -273,6 +273,39 @@ class W8A16Call(Structure):
     )
 
 
+class Prompts(Structure):
+    """`fut_prompts`."""
+
+    _fields_ = (
+        ("first_row", c_void_p),
+        ("first_position", c_void_p),
+        ("slot", c_void_p),
+        ("page_table", c_void_p),
+        ("table_width", c_int32),
+        ("requests", c_int32),
+        ("rows", c_int32),
+        ("max_chunk", c_int32),
+    )
+
+
+class PrefillAttentionCall(Structure):
+    """`fut_prefill_attention_call`."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("pages", c_int64),
+        ("prompts", Prompts),
+        ("shape", AttentionShape),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("quantized", E4M3Output),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
 #: Structures by their names in the header.
 STRUCTS: dict[str, type[Structure]] = {
     "fut_matrix": Matrix,
@@ -288,6 +321,8 @@ STRUCTS: dict[str, type[Structure]] = {
     "fut_gemm_call": GemmCall,
     "fut_gemm_tile": GemmTile,
     "fut_w8a16_call": W8A16Call,
+    "fut_prompts": Prompts,
+    "fut_prefill_attention_call": PrefillAttentionCall,
 }
 
 #: Functions that return a status, by their names in the header: types of their arguments.
@@ -310,6 +345,7 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
     "fut_gemm": (POINTER(GemmCall), c_void_p),
     "fut_w8a16_plan": (*(c_int32,) * 4, POINTER(c_int32), POINTER(c_int32), POINTER(c_int64)),
     "fut_w8a16": (POINTER(W8A16Call), c_void_p),
+    "fut_prefill_attention": (POINTER(PrefillAttentionCall), c_void_p),
 }
 #: The others: type of the result, types of the arguments.
 PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -322,4 +358,5 @@ PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fut_project_workspace_bytes": (c_int64, (POINTER(Matrix), c_int32)),
     "fut_attention_workspace_bytes": (c_int64, (POINTER(AttentionShape), c_int32)),
     "fut_sample_workspace_bytes": (c_int64, (c_int32, c_int32)),
+    "fut_prefill_attention_workspace_bytes": (c_int64, (c_int32, c_int32, c_int32)),
 }
