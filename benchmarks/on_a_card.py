@@ -29,8 +29,8 @@ KERNEL_TESTS = {
     "test_cuda_projection": 20, "test_cuda_attention": 25, "test_cuda_sampling": 15, "test_cuda_backend": 100,
 }  # fmt: skip
 OTHER_TESTS = {
-    "test_gemm": 50, "test_ops_on_card": 40, "test_w8a16": 30, "test_bench_on_card": 30, "test_cuda_read_bandwidth": 10,
-    "test_gptq_on_the_card": 30, "test_card_against_cpu": 100,
+    "test_gemm": 50, "test_prefill": 20, "test_ops_on_card": 40, "test_w8a16": 30, "test_bench_on_card": 30,
+    "test_cuda_read_bandwidth": 10, "test_gptq_on_the_card": 30, "test_card_against_cpu": 100,
 }  # fmt: skip
 #: The most valuable first, for 25 minutes; the other groups are run by name.
 DEFAULT_GROUPS = "kernel_tests,proofs,decode,peers,kernels,sanitize"

@@ -231,6 +231,26 @@ FUT_API fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format
                                  int32_t head_dim, int32_t multiprocessors, fut_gemm_tile* tile);
 FUT_API fut_status fut_gemm(const fut_gemm_call* call, void* stream);
 
+/* Tokens of one page of a prompt. */
+typedef struct fut_page_span {
+  int32_t slot, page;   /* row of the page tables, and the page's place in it */
+  int32_t first, count; /* tokens of the page, 0..63 */
+} fut_page_span;
+
+/* The decode cache's copy of K and V of one layer, made from their history: the same bytes that a decode step with the
+ * same K and V writes. Nothing of other tokens is written. */
+typedef struct fut_cache_copy_call {
+  fut_kv_cache cache;
+  const void* k; /* device BF16 [pages, kv_heads, FUT_PAGE_TOKENS, head_dim], the layer's history */
+  const void* v;
+  const int32_t* history_table; /* device [slots, history_width]: pages of the history */
+  const int32_t* cache_table;   /* device [slots, cache_width]: pages of the cache */
+  const fut_page_span* spans;   /* device [count] */
+  int32_t history_width, cache_width, count, layer;
+} fut_cache_copy_call;
+
+FUT_API fut_status fut_cache_copy(const fut_cache_copy_call* call, void* stream);
+
 /* W8A16: out [m, n] = alpha * (A B^T) + bias, A BF16 or FP16 [m, k], B E4M3 [n, k], both row-major; FP32 sums that
  * alpha multiplies. Strides as above. The same bits whatever runs beside it, for one choice of tokens and splits. */
 typedef struct fut_w8a16_call {

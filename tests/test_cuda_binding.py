@@ -91,6 +91,10 @@ fut_status fut_gemm(const fut_gemm_call* c, void* stream) {
   (void)stream;
   return c->qkv->shape.head_dim == 96 && c->quantized.stride == 5000000000 && c->cluster == 2 ? FUT_OK : FUT_INVALID;
 }
+fut_status fut_cache_copy(const fut_cache_copy_call* c, void* stream) {
+  (void)stream;
+  return c->cache.head_dim == 80 && c->layer == 4 ? FUT_OK : FUT_INVALID;
+}
 fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multiprocessors, int32_t* tokens, int32_t* splits,
                           int64_t* workspace_bytes) {
   *workspace_bytes = 5000000000 + m + n + k + multiprocessors + *tokens + *splits;
@@ -230,6 +234,8 @@ def test_numbers_cross_the_border_whole(fake: Library) -> None:
     quantized = structs.E4M3Output(stride=5_000_000_000)
     call = structs.GemmCall(qkv=ctypes.pointer(qkv), quantized=quantized, cluster=2)
     fake.call("fut_gemm", ctypes.byref(call), None)
+    copy = structs.CacheCopyCall(cache=structs.KVCache(head_dim=80), layer=4)
+    fake.call("fut_cache_copy", ctypes.byref(copy), None)
     tokens, splits, nbytes = ctypes.c_int32(5), ctypes.c_int32(6), ctypes.c_int64()
     fake.call("fut_w8a16_plan", 1, 2, 3, 4, ctypes.byref(tokens), ctypes.byref(splits), ctypes.byref(nbytes))
     assert (tokens.value, splits.value, nbytes.value) == (32, 6, 5_000_000_021)

@@ -56,14 +56,10 @@ __device__ __forceinline__ void store_newest_sixteen(uint8_t* unit, const Newest
   }
 }
 
-// K (which 0: normalised, turned) or V (1) of a token, rounded, rotated and quantised as the cache keeps it; one warp.
+// K (which 0) or V (1) of a token, already rounded to BF16, rotated and quantised as the cache keeps it; one warp.
 template <int kDim, int kBits>
-__device__ __forceinline__ void prepare_newest(NewestToken<kDim>& newest, int which, const float* raw,
-                                               const float* k_norm, float eps, const float* cosine, const float* sine,
-                                               bool rotation, bool zero_point, int lane) {
-  HeadVector<kDim> head =
-      which == 0 ? turned_head<kDim>(raw, k_norm, eps, cosine, sine, lane) : plain_head<kDim>(raw, lane);
-  round_head<kDim>(head);
+__device__ __forceinline__ void finish_newest(NewestToken<kDim>& newest, int which, HeadVector<kDim> head,
+                                              bool rotation, bool zero_point, int lane) {
   if constexpr (kBits == 4) {
     if (rotation) rotate_head<kDim>(head, lane);
     const uint32_t scale = quantize_head<kDim>(head, zero_point, newest.code[which], lane);
@@ -75,6 +71,17 @@ __device__ __forceinline__ void prepare_newest(NewestToken<kDim>& newest, int wh
     }
   }
   __syncwarp();
+}
+
+// The same from what the projection left: K is normalised and turned first, and both are rounded.
+template <int kDim, int kBits>
+__device__ __forceinline__ void prepare_newest(NewestToken<kDim>& newest, int which, const float* raw,
+                                               const float* k_norm, float eps, const float* cosine, const float* sine,
+                                               bool rotation, bool zero_point, int lane) {
+  HeadVector<kDim> head =
+      which == 0 ? turned_head<kDim>(raw, k_norm, eps, cosine, sine, lane) : plain_head<kDim>(raw, lane);
+  round_head<kDim>(head);
+  finish_newest<kDim, kBits>(newest, which, head, rotation, zero_point, lane);
 }
 
 }  // namespace fut

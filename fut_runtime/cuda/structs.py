@@ -248,6 +248,29 @@ class GemmTile(Structure):
     _fields_ = (("tile_n", c_int32), ("cluster", c_int32), ("group_m", c_int32), ("clocks", c_float))
 
 
+class PageSpan(Structure):
+    """`fut_page_span`."""
+
+    _fields_ = (("slot", c_int32), ("page", c_int32), ("first", c_int32), ("count", c_int32))
+
+
+class CacheCopyCall(Structure):
+    """`fut_cache_copy_call`."""
+
+    _fields_ = (
+        ("cache", KVCache),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("history_table", c_void_p),
+        ("cache_table", c_void_p),
+        ("spans", c_void_p),
+        ("history_width", c_int32),
+        ("cache_width", c_int32),
+        ("count", c_int32),
+        ("layer", c_int32),
+    )
+
+
 class W8A16Call(Structure):
     """`fut_w8a16_call`."""
 
@@ -320,6 +343,8 @@ STRUCTS: dict[str, type[Structure]] = {
     "fut_qkv_output": QKVOutput,
     "fut_gemm_call": GemmCall,
     "fut_gemm_tile": GemmTile,
+    "fut_page_span": PageSpan,
+    "fut_cache_copy_call": CacheCopyCall,
     "fut_w8a16_call": W8A16Call,
     "fut_prompts": Prompts,
     "fut_prefill_attention_call": PrefillAttentionCall,
@@ -343,6 +368,7 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
     "fut_read_bandwidth": (c_void_p, c_int64, c_void_p, c_void_p),
     "fut_gemm_plan": (*(c_int32,) * 7, POINTER(GemmTile)),
     "fut_gemm": (POINTER(GemmCall), c_void_p),
+    "fut_cache_copy": (POINTER(CacheCopyCall), c_void_p),
     "fut_w8a16_plan": (*(c_int32,) * 4, POINTER(c_int32), POINTER(c_int32), POINTER(c_int64)),
     "fut_w8a16": (POINTER(W8A16Call), c_void_p),
     "fut_prefill_attention": (POINTER(PrefillAttentionCall), c_void_p),

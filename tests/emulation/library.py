@@ -16,7 +16,7 @@ SOURCES = (
     "decode/projection.cu", "decode/attention.cu", "decode/embed.cu",
     "host/decoder.cu", "host/project.cu", "host/sample.cu", "host/error.cu", "host/gemm.cu", "prefill/tensor_map.cu",
     "prefill/gemm_store_bf16.cu", "prefill/gemm_store_f32.cu", "prefill/gemm_residual.cu", "prefill/gemm_swiglu.cu",
-    "prefill/gemm_qkv.cu", "prefill/w8a16.cu", "host/prefill_attention.cu",
+    "prefill/gemm_qkv.cu", "prefill/cache_copy.cu", "prefill/w8a16.cu", "host/prefill_attention.cu",
 )  # fmt: skip
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-x", "c++")
 
