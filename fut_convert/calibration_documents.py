@@ -16,6 +16,7 @@ from typing import Any
 from fut_convert.errors import ConvertError
 from fut_convert.hub_dataset import open_hub_dataset
 from fut_convert.recipe import BUILTIN_TEXT, HUB_PREFIX, CalibrationRecipe
+from fut_runtime.artifact.paths import plain_name
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _HASH_BYTES = 1 << 20
@@ -54,7 +55,7 @@ def open_calibration_text(recipe: CalibrationRecipe) -> CalibrationText:
     path = Path(recipe.text).expanduser()
     if path.suffix.lower() in JSONL_SUFFIXES:
         return _jsonl_text(path, recipe.field)
-    return _plain_text(path, path.name)
+    return _plain_text(path, plain_name(path.name))
 
 
 class _Joined:
@@ -109,9 +110,14 @@ def _jsonl_text(path: Path, field: str) -> CalibrationText:
         raise ConvertError(f"calibration text {path}: {error.strerror}") from error
     joined = _Joined(_json_lines(path, field))
     return CalibrationText(
-        path.name,
+        plain_name(path.name),
         joined.read,
-        lambda: {"text": path.name, "field": field, "sha256": digest.hexdigest(), "documents": joined.count},
+        lambda: {
+            "text": plain_name(path.name),
+            "field": field,
+            "sha256": digest.hexdigest(),
+            "documents": joined.count,
+        },
     )
 
 

@@ -15,6 +15,7 @@ from fut_convert.calibration_text import CalibrationWindows, checkpoint_tokenize
 from fut_convert.errors import ConvertError
 from fut_convert.recipe import BUILTIN_TEXT
 from fut_convert.sources import Source
+from fut_runtime.artifact.paths import plain_name
 
 #: Tokens of an evaluation window, unless the model or the text is shorter.
 WINDOW_TOKENS = 2048
@@ -61,7 +62,7 @@ def evaluation_windows(source: Source, text: Path, windows: int | None) -> Calib
     length = min(longest, len(ids))
     count = len(ids) // length
     record = {
-        "text": text.name,
+        "text": plain_name(text.name),
         "sha256": hashlib.sha256(data).hexdigest(),
         "windows": count,
         "window_tokens": length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,8 +260,11 @@ def _side_files(source: Source) -> tuple[list[SideFile], list[str]]:
 
 
 def _side_bytes(name: str, content: Path | bytes) -> int:
-    with read_errors(name):
-        return len(content) if isinstance(content, bytes) else content.stat().st_size
+    if isinstance(content, bytes):
+        return len(content)
+    # It is copied at the end: what may not be read shall not be found out after hours.
+    with read_errors(name), content.open("rb") as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _size(count: int) -> str:
@@ -303,6 +307,8 @@ def _target_problems(source: Source, out: Path, place: Path, overwrite: bool) ->
     """What stands in the way of a directory `out` under `place`, which exists."""
     if not place.is_dir():
         return [f"{out}: {place} is a file, expected a directory; choose another place"]
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        return [f"{out}: nothing can be written to {place} (no right to, or a read-only disk); choose another place"]
     try:
         check_target(out, overwrite=overwrite)
         check_outside(source.location, out)

@@ -16,6 +16,7 @@ from fut_convert.quantize.scales import SCALE_METHODS
 from fut_runtime.artifact.fragment import DEFAULT_NIBBLE_ORDER, NIBBLE_ORDERS
 from fut_runtime.artifact.json_text import excerpt, shown
 from fut_runtime.artifact.manifest import WEIGHT_FORMATS
+from fut_runtime.artifact.paths import plain_name
 
 SCALE_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
 GPTQ_SOLVERS: tuple[str, ...] = ("fut", "auto-gptq")
@@ -195,7 +196,7 @@ class Recipe:
         data = asdict(self)
         data["weights"] = list(self.weights)
         if not self.calibration.text.startswith(HUB_PREFIX):
-            data["calibration"]["text"] = Path(self.calibration.text).name
+            data["calibration"]["text"] = plain_name(Path(self.calibration.text).name)
         if self.int4.method != "gptq":
             del data["gptq"]
         return data
@@ -232,7 +233,9 @@ def load_recipe(recipe: str | Recipe, overrides: Mapping[str, Any] | None = None
         path = _find(recipe)
         where = str(path)
         data = _yaml(path)
-        parsed = _read(Recipe, {"name": path.stem, **data} if isinstance(data, Mapping) else data, where, "")
+        parsed = _read(
+            Recipe, {"name": plain_name(path.stem), **data} if isinstance(data, Mapping) else data, where, ""
+        )
     for key, value in (overrides or {}).items():
         if value is not None:
             parsed = _override(parsed, key, value)

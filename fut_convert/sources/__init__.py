@@ -12,6 +12,8 @@ from fut_convert.sources.grouped_codes import Packing
 __all__ = ["Packing", "Problem", "SideFile", "Source", "TensorInfo", "open_source"]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+#: Of a model's page, as a browser shows it.
+_ADDRESS = re.compile(r"https?://[\w.:-]+/(?P<id>[\w.-]+/[\w.-]+)", re.ASCII)
 
 
 def open_source(model: str, *, revision: str | None = None, token: str | None = None, stream: bool = False) -> Source:
@@ -28,6 +30,10 @@ def open_source(model: str, *, revision: str | None = None, token: str | None = 
         UnsupportedModelError: a model that cannot be converted, with the reason.
         HubError: the Hub does not give it.
     """
+    if not model:
+        raise CheckpointError(
+            "the name of the model is empty: give a directory, a .gguf file, or a Hub id (owner/name)"
+        )
     path = Path(model).expanduser()
     if path.exists():
         if revision is not None:
@@ -36,7 +42,9 @@ def open_source(model: str, *, revision: str | None = None, token: str | None = 
             raise CheckpointError(f"{model}: is here already; --stream is for models on the Hub")
         return _open_path(path)
     if not _HUB_ID.fullmatch(model) or model.startswith(".") or path.suffix in (".gguf", ".safetensors", ".bin"):
-        raise CheckpointError(f"{model}: no such file or directory, and not a Hub id (owner/name)")
+        address = _ADDRESS.match(model)
+        hint = f"; give its id alone: {address['id']}" if address else ""
+        raise CheckpointError(f"{model}: no such file or directory, and not a Hub id (owner/name){hint}")
     # The Hub's client is slow to import and of no use to local checkpoints.
     from fut_convert.sources.hub import open_hub_model
 

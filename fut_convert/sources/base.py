@@ -200,8 +200,7 @@ class Source(ABC):
 
     def _weight_paths(self) -> Iterable[tuple[str, Path]]:
         """The files on the disk that weights are read from, by name."""
-        directory = self.location.is_dir()
-        return ((name, self.location / name if directory else self.location) for name in self.weight_files)
+        return ((name, self.location / name) for name in self.weight_files)
 
     def _info(self, name: str) -> TensorInfo:
         info = self.tensors.get(name)

@@ -30,6 +30,7 @@ from fut_convert.sources.safetensors_file import SafetensorsFile
 from fut_convert.sources.safetensors_header import SafetensorsReader
 from fut_convert.sources.torch_file import TorchFile
 from fut_runtime.artifact.json_text import excerpt, strict_json
+from fut_runtime.artifact.paths import plain_name
 from fut_runtime.artifact.spec import ModelSpec
 
 #: Nothing but a damaged or hostile file is larger.
@@ -48,7 +49,7 @@ class DirectorySource(Source):
 
     def __init__(self, root: Path, identity: dict[str, Any] | None = None) -> None:
         self._root = self.location = root.resolve()
-        identity = identity or {"kind": "directory", "name": self._root.name}
+        identity = identity or {"kind": "directory", "name": plain_name(self._root.name)}
         self._name = str(identity.get("id") or identity["name"])
         self._refuse_other_contents()
         config = read_json_object(self._contained("config.json"), f"{self._name}: config.json")

@@ -25,6 +25,7 @@ from fut_convert.errors import CheckpointError, ReadError
 from fut_convert.sources.base import FLOAT_DTYPES, Problem
 from fut_convert.sources.gguf_metadata import check_types
 from fut_convert.sources.read_errors import read_errors
+from fut_runtime.artifact.paths import plain_name
 
 #: Stored types that are read. The formats with importance-chosen grids (IQ…) and ternary ones are left out.
 READABLE_TYPES: frozenset[str] = frozenset(
@@ -82,7 +83,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name = path.name
+        self.name = plain_name(path.name)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         self.problems: list[Problem] = []

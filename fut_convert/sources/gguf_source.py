@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ class GGUFSource(Source):
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+    def _weight_paths(self) -> Iterable[tuple[str, Path]]:
+        return ((file.name, self.location.parent / name) for name, file in self._files.items())
 
     def _read_rows(self, info: TensorInfo, start: int, stop: int) -> Tensor:
         file, tensor = self._stored[info.name]

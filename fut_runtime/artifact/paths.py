@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePosixPath
 
@@ -64,6 +65,11 @@ def check_foreign_name(name: str, where: str) -> str:
             f"{where}: {name!r} is a name that an artifact uses itself; leave the file out or rename it"
         )
     return name
+
+
+def plain_name(name: str) -> str:
+    """The name of a file as text that can be written: what is not UTF-8 in it becomes a replacement character."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def side_file_name(name: str) -> str:

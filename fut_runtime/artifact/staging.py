@@ -156,7 +156,13 @@ class StagingDirectory:
 
 
 def staging_path(out: Path) -> Path:
-    """Where the files of `out` lie until it is whole."""
+    """Where the files of `out` lie until it is whole.
+
+    Raises:
+        ArtifactError: OUT has no name.
+    """
+    if out.name in ("", ".", ".."):
+        raise ArtifactError(f"{out}: has no name of its own; give the directory to create by its name")
     return out.with_name(out.name + ".partial")
 
 
@@ -164,10 +170,11 @@ def check_unlocked(out: Path) -> None:
     """Check that nobody writes `out` at this moment, for a refusal before any work: the lock itself is taken later.
 
     Raises:
-        ArtifactError: another process is writing it.
+        ArtifactError: another process is writing it, or it has no name.
     """
+    place = staging_path(out)
     try:
-        lock = os.open(staging_path(out) / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(place / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return
     try:
@@ -190,8 +197,7 @@ def check_target(out: Path, *, overwrite: bool = False, replaces: str = MANIFEST
     Raises:
         ArtifactError: OUT has no name, is a link or a file, exists, or is a directory that is not ours to replace.
     """
-    if out.name in ("", ".", ".."):
-        raise ArtifactError(f"{out}: has no name of its own; give the directory to create by its name")
+    staging_path(out)
     if out.is_symlink():
         raise ArtifactError(f"{out}: is a link; remove it, or name the directory it points to")
     if not out.exists():

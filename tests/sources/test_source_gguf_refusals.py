@@ -236,6 +236,9 @@ def test_model_in_parts_is_read_whole_from_any_of_them(tmp_path: Path) -> None:
             assert source.check() == []
             for name, values in float_tensors(SHAPE).items():
                 assert torch.equal(source.load(name), torch.from_numpy(values))
+            # An interrupted conversion that goes on must notice a change of any part.
+            sizes = {part.name: part.stat().st_size for part in tmp_path.glob("*.gguf")}
+            assert {name: stamp[0] for name, stamp in source.file_stamps().items()} == sizes
 
 
 def test_missing_or_renamed_part_is_named(tmp_path: Path) -> None:
