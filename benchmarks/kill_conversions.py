@@ -2,7 +2,7 @@
 
 A kill is a SIGKILL at one of the calls to the file system, drawn at random; a write that is the last is cut in half.
 Every conversion is killed until it ends by itself, at most `--most` times. The recipes take turns: without calibration,
-calibrated, GPTQ, GPTQ with other processes.
+calibrated, GPTQ, GPTQ with other processes. `--seconds` ends it earlier; lines of several seeds add up.
 
     python benchmarks/kill_conversions.py --kills 200
 """
@@ -73,8 +73,8 @@ def wait_for_lock(out: Path) -> None:
             time.sleep(0.05)
 
 
-def run(workdir: Path, kills: int, seed: int, most: int) -> dict[str, Any]:
-    """Kill so many times, and sum up."""
+def run(workdir: Path, kills: int, seed: int, most: int, seconds: float) -> dict[str, Any]:
+    """Kill so many times, or for so long, and sum up."""
     draw, started = random.Random(seed), time.monotonic()
     checkpoint = write_checkpoint(workdir / "checkpoint", CheckpointShape(layers=LAYERS))
     expected, totals = [], []
@@ -86,8 +86,9 @@ def run(workdir: Path, kills: int, seed: int, most: int) -> dict[str, Any]:
         expected.append(sealed(out))
     done = equal = anew = artifacts = 0
     times: Counter[int] = Counter()
-    while done < kills:
-        turn = artifacts % len(TURNS)
+    # Where the time is short, each seed begins with another turn.
+    while done < kills and time.monotonic() - started < seconds:
+        turn = (seed + artifacts) % len(TURNS)
         out = workdir / "out"
         killed, nothing_saved = survive(out, checkpoint, turn, totals[turn], draw, min(most, kills - done))
         # Killed behind the renaming, an artifact is whole, but the lock and the record of its progress are still there.
@@ -113,9 +114,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most", type=int, default=1, help="kills of one artifact; 1 gives as many artifacts as kills")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other artifact after so long")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-conversions-") as workdir:
-        line = run(Path(workdir), arguments.kills, arguments.seed, arguments.most)
+        line = run(Path(workdir), arguments.kills, arguments.seed, arguments.most, arguments.seconds)
     with RESULTS.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line, indent=2))

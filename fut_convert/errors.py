@@ -29,6 +29,10 @@ class HubError(ConvertError, fut_runtime.errors.HubError):
     """A model could not be fetched from the Hub: unknown, gated, offline or out of reach."""
 
 
+class PartsError(HubError):
+    """The Hub, or what stands in its place, gives files as a whole only, where a part of one was asked for."""
+
+
 class JobError(ConvertError):
     """One of several processes that convert side by side died."""
 

@@ -30,7 +30,7 @@ from fut_convert.report.options import ReportOptions
 from fut_convert.report.write import write_report
 from fut_convert.result import ConversionResult
 from fut_convert.resume import LAYERS_DONE, conversion_inputs
-from fut_convert.sources import open_source
+from fut_convert.sources import Source, open_source
 from fut_convert.steps import StepClock
 from fut_convert.workers import Workers, worker_count
 from fut_runtime.artifact.paths import REPORT_FILE
@@ -60,13 +60,16 @@ def plan_conversion(
     jobs: int = 1,
     calibration_processes: int = 1,
 ) -> Plan:
-    """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`."""
+    """Resolve a model and plan its conversion without doing it; the arguments are those of `convert`.
+
+    Of a model on the Hub the weights stay there: their headers are enough.
+    """
     resolved = load_recipe(recipe, overrides)
     budget = _budget(device_memory, host_memory)
     options = _report_options(report, evaluate, evaluate_windows, stream)
     _check_processes(jobs, calibration_processes, device, stream)
     check_unlocked(Path(out))
-    with open_source(model, revision=revision, token=token, stream=stream) as source:
+    with open_source(model, revision=revision, token=token, stream=stream, fetch=False) as source:
         return make_plan(
             source,
             resolved,
@@ -143,19 +146,32 @@ def convert(
     _check_processes(jobs, calibration_processes, device, stream)
     # A model on the Hub is not fetched only to find this out.
     check_unlocked(Path(out))
-    with StepClock(device) as clock, open_source(model, revision=revision, token=token, stream=stream) as source:
+
+    def plan_of(source: Source) -> Plan:
+        return make_plan(
+            source,
+            resolved,
+            Path(out),
+            device,
+            budget,
+            overwrite=overwrite,
+            report=options,
+            jobs=jobs,
+            processes=calibration_processes,
+        )
+
+    with (
+        StepClock(device) as clock,
+        open_source(
+            model,
+            revision=revision,
+            token=token,
+            stream=stream,
+            before_fetching=lambda source: plan_of(source).require_feasible(),
+        ) as source,
+    ):
         with clock("plan"):
-            plan = make_plan(
-                source,
-                resolved,
-                Path(out),
-                device,
-                budget,
-                overwrite=overwrite,
-                report=options,
-                jobs=jobs,
-                processes=calibration_processes,
-            )
+            plan = plan_of(source)
         if on_plan is not None:
             on_plan(plan)
         plan.require_feasible()

@@ -57,7 +57,8 @@ class Plan:
         manifest: the artifact's manifest, complete.
         rows: storage of each kind of module.
         output_bytes: data of all tensors and side files.
-        free_bytes: free disk space where the artifact goes, with what an interrupted conversion has taken of it.
+        free_bytes: free disk space where the artifact goes, with what an interrupted conversion has taken of it, and
+            without what the weights will take that have yet to be fetched.
         memory: what will be used of the host's and the device's, and where calibration keeps its activations.
         scratch_bytes: disk space needed beside the artifact until it is sealed.
         warnings, errors: complete messages; any error forbids the conversion.
@@ -65,6 +66,7 @@ class Plan:
         depth: windows to measure the error through the depth on, for the report.
         evaluation: windows to measure the artifact's accuracy on, where a text was given.
         stream: how the weights come from the Hub while they are converted, where they do.
+        fetch_bytes: of weights that have yet to be fetched into the Hub's cache before the conversion.
     """
 
     manifest: Manifest
@@ -83,6 +85,7 @@ class Plan:
     depth: CalibrationWindows | None = None
     evaluation: CalibrationWindows | None = None
     stream: StreamPlan | None = None
+    fetch_bytes: int = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -111,6 +114,7 @@ class Plan:
             "calibration": self.manifest.calibration,
             "evaluation": None if self.evaluation is None else self.evaluation.record,
             "input_bytes": self.input_bytes,
+            "fetch_bytes": self.fetch_bytes,
             "output_bytes": self.output_bytes,
             "free_bytes": self.free_bytes,
             "scratch_bytes": self.scratch_bytes,
@@ -189,7 +193,8 @@ def make_plan(
         )
     output_bytes = sum(t.nbytes for t in all_tensors(manifest)) + sum(_side_bytes(*file) for file in side_files)
     place = _existing_parent(out)
-    free = shutil.disk_usage(place).free + staged_bytes(out)
+    # What has yet to be fetched takes of the disk before the artifact does.
+    free = max(0, shutil.disk_usage(place).free + staged_bytes(out) - source.bytes_to_come(place))
     stream = source.stream_plan(ReadingOrder(manifest))
     # Measuring would take the weights once more.
     depth = depth_windows(windows, evaluation) if report.enabled and stream is None else None
@@ -231,6 +236,7 @@ def make_plan(
         depth=depth,
         evaluation=evaluation,
         stream=stream,
+        fetch_bytes=source.bytes_to_come(),
     )
 
 

@@ -38,7 +38,7 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
     padded = [f"{r.module} {r.format} to {_shape(r.padded_shape)}" for r in plan.rows if r.padded_shape != r.shape]
     lines = [
         *([f"padded: {', '.join(padded)}"] if padded else []),
-        f"input {size(plan.input_bytes)}, artifact {size(plan.output_bytes)} "
+        f"input {size(plan.input_bytes)}{_to_come(plan.fetch_bytes)}, artifact {size(plan.output_bytes)} "
         f"({size(plan.free_bytes)} free in {out.parent})",
         *([] if plan.stream is None else [_stream_line(plan.stream)]),
         *_memory_lines(plan.memory),
@@ -50,6 +50,10 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)
     _print_warnings(plan, console)
+
+
+def _to_come(fetch_bytes: int) -> str:
+    return f", of which {size(fetch_bytes)} are yet to be fetched" if fetch_bytes else ""
 
 
 def _stream_line(stream: StreamPlan) -> str:

@@ -68,6 +68,7 @@ class LocalHub:
         tokens: token -> role of it; all belong to the account `me`, which is in the organisation `team`.
         gated: id -> status without a token of the account's.
         multipart: whether large files are taken in parts.
+        ranges: whether parts of files are given.
         faults: what goes wrong next.
         asked: every request so far, as `METHOD /path`.
         sent: every part of a file that was asked for, as its name, beginning and end.
@@ -81,6 +82,7 @@ class LocalHub:
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     multipart: bool = False
     ignored: frozenset[str] = frozenset()
+    ranges: bool = True
     faults: list[Fault] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     sent: list[tuple[str, int, int]] = field(default_factory=list)
@@ -298,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = files[name]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{_oid(name, content)}"', "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted:
+        if wanted and self.hub.ranges:
             start = int(wanted[1])
             stop = min(len(content), int(wanted[2]) + 1) if wanted[2] else len(content)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from fut_convert.errors import CheckpointError
@@ -16,7 +17,15 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _ADDRESS = re.compile(r"https?://[\w.:-]+/(?P<id>[\w.-]+/[\w.-]+)", re.ASCII)
 
 
-def open_source(model: str, *, revision: str | None = None, token: str | None = None, stream: bool = False) -> Source:
+def open_source(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    stream: bool = False,
+    fetch: bool = True,
+    before_fetching: Callable[[Source], None] | None = None,
+) -> Source:
     """Open a checkpoint: a directory, a `.gguf` file, or a model on the Hub.
 
     Args:
@@ -24,6 +33,7 @@ def open_source(model: str, *, revision: str | None = None, token: str | None = 
         revision: Hub only: branch, tag or commit.
         token: Hub only: access token; that of the environment or of the Hub's login when None.
         stream: Hub only: leave the weights there, to be fetched while they are converted.
+        fetch, before_fetching: Hub only, see `open_hub_model`.
 
     Raises:
         CheckpointError: no such path, or a checkpoint that cannot be read.
@@ -48,7 +58,7 @@ def open_source(model: str, *, revision: str | None = None, token: str | None = 
     # The Hub's client is slow to import and of no use to local checkpoints.
     from fut_convert.sources.hub import open_hub_model
 
-    return open_hub_model(model, revision, token, stream=stream)
+    return open_hub_model(model, revision, token, stream=stream, fetch=fetch, before_fetching=before_fetching)
 
 
 def _open_path(path: Path) -> Source:

@@ -291,6 +291,10 @@ class Source(ABC):
         """How the weights come while they are converted; None where they are here."""
         return None
 
+    def bytes_to_come(self, place: Path | None = None) -> int:
+        """Bytes of weights that have yet to be fetched before the conversion: to the disk of `place`, or to any."""
+        return 0
+
     def begin(self, order: ReadingOrder, directory: Path, step: int) -> None:
         """Be ready for the steps from `step` on; weights that come meanwhile are kept in `directory`.
 

@@ -6,6 +6,7 @@ The config comes first, so that a model that cannot be converted is refused befo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,8 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 
 import fut_runtime.errors
-from fut_convert.errors import CheckpointError, HubError, UnsupportedModelError
+from fut_convert.errors import CheckpointError, HubError, PartsError, UnsupportedModelError
+from fut_convert.sources.base import Source
 from fut_convert.sources.config import model_spec
 from fut_convert.sources.directory import DirectorySource, read_json_object, weight_map
 from fut_convert.sources.file_kinds import (
@@ -46,6 +48,8 @@ def open_hub_model(
     endpoint: str | None = None,
     cache_dir: Path | None = None,
     stream: bool = False,
+    fetch: bool = True,
+    before_fetching: Callable[[Source], None] | None = None,
 ) -> DirectorySource:
     """Fetch what the conversion needs of a model, or find it in the cache when HF_HUB_OFFLINE is set.
 
@@ -56,6 +60,11 @@ def open_hub_model(
         endpoint: address of the Hub; when None, HF_ENDPOINT or the public one.
         cache_dir: the Hub's cache; when None, its usual place.
         stream: leave weights that are not in the cache on the Hub, to be fetched while they are converted.
+        fetch: false leaves them there although they are not to be streamed: enough for a plan, which reads headers.
+        before_fetching: called with such a source before weights are fetched; where it raises, none is.
+
+        Weights that cannot be read in parts are fetched in any case: pickles, and those of a Hub that gives whole
+        files only.
 
     Raises:
         HubError: unknown model or revision, no access, no network, or not in the cache when offline.
@@ -64,35 +73,49 @@ def open_hub_model(
     requested = revision or DEFAULT_REVISION
     if stream and constants.HF_HUB_OFFLINE:
         raise HubError(f"{model}: --stream fetches the weights from the Hub, which HF_HUB_OFFLINE forbids")
-    fetch = _Fetch(model, requested, token, endpoint, cache_dir)
-    config_path = fetch.file("config.json", requested)
+    hub = _Fetch(model, requested, token, endpoint, cache_dir)
+    config_path = hub.file("config.json", requested)
     snapshot = config_path.parent
     commit = snapshot.name
     config = read_json_object(config_path, f"{model}: config.json")
     model_spec(plain_config(config), None, model)
     identity = {"kind": "hub", "id": model, "revision": requested, "commit": commit}
     if not constants.HF_HUB_OFFLINE:
-        needed = fetch.needed_files(commit)
+        needed = hub.needed_files(commit)
 
         def read_file(name: str) -> dict[str, Any] | None:
-            return read_json_object(fetch.file(name, commit), f"{model}: {name}") if name in needed else None
+            return read_json_object(hub.file(name, commit), f"{model}: {name}") if name in needed else None
 
         stored_format(config, read_file, model)
+        pickled = any(name in (TORCH_SINGLE, TORCH_INDEX) for name in needed)
+        absent = [name for name in needed if name.endswith(".safetensors") and not (snapshot / name).exists()]
+        if stream and pickled:
+            raise UnsupportedModelError(
+                f"{model}: has its weights as pickles, which cannot be read in parts; convert it without --stream"
+            )
         if stream:
-            return _open_streamed(fetch, needed, snapshot, identity)
-        fetch.snapshot(needed, snapshot)
+            return _open_remote(hub, needed, absent, snapshot, identity, streaming=True)
+        if absent and not pickled and (before_fetching is not None or not fetch):
+            with suppress(PartsError):
+                source = _open_remote(hub, needed, absent, snapshot, identity, streaming=False)
+                if not fetch:
+                    return source
+                with source:
+                    if before_fetching is not None:
+                        before_fetching(source)
+        hub.snapshot(needed, snapshot)
     return DirectorySource(snapshot, identity)
 
 
-def _open_streamed(fetch: _Fetch, needed: Sequence[str], snapshot: Path, identity: dict[str, Any]) -> StreamedSource:
-    absent = [name for name in needed if name.endswith(".safetensors") and not (snapshot / name).exists()]
-    if any(name in (TORCH_SINGLE, TORCH_INDEX) for name in needed):
-        raise UnsupportedModelError(
-            f"{identity['id']}: has its weights as pickles, which cannot be read in parts; convert it without --stream"
-        )
-    fetch.snapshot([name for name in needed if name not in absent], snapshot)
-    listed = fetch.listed(snapshot.name)
-    return StreamedSource(snapshot, identity, fetch.files(snapshot.name), {name: listed[name] for name in absent})
+def _open_remote(
+    hub: _Fetch, needed: Sequence[str], absent: Sequence[str], snapshot: Path, identity: dict[str, Any], *,
+    streaming: bool,
+) -> StreamedSource:  # fmt: skip
+    """Fetch all but the absent weights, and leave those on the Hub."""
+    hub.snapshot([name for name in needed if name not in absent], snapshot)
+    listed = hub.listed(snapshot.name)
+    files = {name: listed[name] for name in absent}
+    return StreamedSource(snapshot, identity, hub.files(snapshot.name), files, streaming=streaming)
 
 
 class _Fetch:
@@ -208,5 +231,7 @@ def _as_hub_errors(request: Callable[[], _Result]) -> _Result:
     """Make this package's HubError of the runtime's."""
     try:
         return request()
+    except HubError:
+        raise
     except fut_runtime.errors.HubError as error:
         raise HubError(str(error)) from error

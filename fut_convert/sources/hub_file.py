@@ -14,7 +14,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
     hf_raise_for_status,
 )
 
-from fut_convert.errors import HubError, ReadError
+from fut_convert.errors import PartsError, ReadError
 from fut_runtime.artifact.shard_writer import write_all
 from fut_runtime.artifact.staging import fsync_directory, os_errors
 from fut_runtime.hub.cached_files import matches
@@ -44,7 +44,7 @@ class HubFiles:
         """Bytes of a file.
 
         Raises:
-            HubError: the Hub does not give them.
+            HubError: the Hub does not give them; PartsError: nor does it give parts of any file.
         """
         url = hf_hub_url(self._model, name, revision=self._commit, endpoint=self._endpoint)
         headers = {
@@ -59,7 +59,7 @@ class HubFiles:
             hf_raise_for_status(response)
             content: bytes = response.content
             if response.status_code != 206 or len(content) != length:
-                raise HubError(
+                raise PartsError(
                     f"{self._model}: {name}: asked for {length} bytes from {offset} on, the Hub answered HTTP "
                     f"{response.status_code} with {len(content)}; without parts of files there is no --stream"
                 )

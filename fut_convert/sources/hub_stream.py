@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from fut_convert.errors import ReadError
 from fut_convert.reading_order import ReadingOrder
+from fut_convert.sources.base import Problem
 from fut_convert.sources.directory import DirectorySource, WeightFile
 from fut_convert.sources.hub_file import HubFile, HubFiles
 from fut_convert.sources.safetensors_header import SafetensorsHeader, SafetensorsReader, read_header
@@ -20,15 +22,25 @@ _HEADERS_AT_ONCE = 8
 
 
 class StreamedSource(DirectorySource):
-    """An open checkpoint whose weights are on the Hub.
+    """An open checkpoint whose weights are on the Hub, to be converted while they come or, before they come, planned.
 
     Until `begin` its tensors are read from there one by one, which the plan does with small ones. From then on shards
     are fetched whole, and only vectors whose shard is not there yet, or not any more, are read by themselves.
     """
 
-    def __init__(self, root: Path, identity: dict[str, Any], hub: HubFiles, shards: Mapping[str, HubFile]) -> None:
-        """Read the headers of `shards`; `root` holds all other files."""
+    def __init__(
+        self, root: Path, identity: dict[str, Any], hub: HubFiles, shards: Mapping[str, HubFile], *, streaming: bool
+    ) -> None:
+        """Read the headers of `shards`; `root`, in the Hub's cache, holds all other files.
+
+        Args:
+            streaming: false where the shards will be fetched there before the conversion, and only its plan is wanted.
+
+        Raises:
+            PartsError: the Hub gives no parts of files.
+        """
         self._hub = hub
+        self._streaming = streaming
         self._stream: ShardStream | None = None
         with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
             headers = pool.map(self._read_header, shards.values())
@@ -37,12 +49,19 @@ class StreamedSource(DirectorySource):
         )}  # fmt: skip
         super().__init__(root, identity)
 
-    def stream_plan(self, order: ReadingOrder) -> StreamPlan:
+    def bytes_to_come(self, place: Path | None = None) -> int:
+        here = place is None or place.stat().st_dev == self.location.stat().st_dev
+        return sum(shard.file.size for shard in self._shards.values()) if here and not self._streaming else 0
+
+    def stream_plan(self, order: ReadingOrder) -> StreamPlan | None:
+        return self._stream_plan(order) if self._streaming else None
+
+    def _stream_plan(self, order: ReadingOrder) -> StreamPlan:
         return plan_stream([_planned(shard, order) for shard in self._shards.values()], order.head_step)
 
     def begin(self, order: ReadingOrder, directory: Path, step: int) -> None:
         files = {name: shard.file for name, shard in self._shards.items()}
-        self._stream = ShardStream(self.stream_plan(order), files, directory, self._hub.fetch, step)
+        self._stream = ShardStream(self._stream_plan(order), files, directory, self._hub.fetch, step)
 
     def enter(self, step: int) -> None:
         if self._stream is not None:
@@ -65,6 +84,20 @@ class StreamedSource(DirectorySource):
             if file is not None:
                 return file.read_into(buffer, tensor, skip)
         return shard.read_remote(self._hub, buffer, tensor, skip)
+
+    def _file_problems(self) -> list[Problem]:
+        problems = super()._file_problems()
+        wanted, free = self.bytes_to_come(), shutil.disk_usage(self.location).free
+        if wanted > free:
+            problems.append(
+                Problem(
+                    "error",
+                    f"{self._name}: its weights are {wanted / 1e9:.2f} GB more in the Hub's cache, "
+                    f"{self.location.parents[2]}, and {free / 1e9:.2f} GB are free there; free some space, choose "
+                    "another place with HF_HOME, or convert with --stream, which never has all of them on the disk",
+                )
+            )
+        return problems
 
     def _top_names(self) -> set[str]:
         return super()._top_names() | self._shards.keys()
