@@ -28,6 +28,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "be
 from convert_8b_shape import commit, machine  # noqa: E402
 
 from fut_convert import convert  # noqa: E402
+from fut_runtime.artifact.remains import clear_behind_renaming  # noqa: E402
 from fut_runtime.artifact.staging import check_unlocked  # noqa: E402
 from fut_runtime.errors import ArtifactError  # noqa: E402
 from interrupted import RECIPES, sealed  # noqa: E402
@@ -91,9 +92,8 @@ def run(workdir: Path, kills: int, seed: int, most: int, seconds: float) -> dict
         turn = (seed + artifacts) % len(TURNS)
         out = workdir / "out"
         killed, nothing_saved = survive(out, checkpoint, turn, totals[turn], draw, min(most, kills - done))
-        # Killed behind the renaming, an artifact is whole, but the lock and the record of its progress are still there.
-        (out / ".fut_lock").unlink(missing_ok=True)
-        shutil.rmtree(out / ".fut_progress", ignore_errors=True)
+        # Killed behind the renaming, an artifact is whole; what was to go after it goes with the next command.
+        clear_behind_renaming(out)
         equal += sealed(out) == expected[turn]
         assert not out.with_name("out.partial").exists()
         shutil.rmtree(out)

@@ -35,6 +35,7 @@ from fut_convert.steps import StepClock
 from fut_convert.workers import Workers, worker_count
 from fut_runtime.artifact.paths import REPORT_FILE
 from fut_runtime.artifact.reader import Artifact
+from fut_runtime.artifact.remains import clear_behind_renaming
 from fut_runtime.artifact.staging import check_unlocked
 from fut_runtime.artifact.writer import ArtifactWriter
 
@@ -146,6 +147,7 @@ def convert(
     _check_processes(jobs, calibration_processes, device, stream)
     # A model on the Hub is not fetched only to find this out.
     check_unlocked(Path(out))
+    clear_behind_renaming(Path(out))
 
     def plan_of(source: Source) -> Plan:
         return make_plan(

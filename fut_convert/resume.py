@@ -28,9 +28,13 @@ def conversion_inputs(source: Source, manifest: Manifest, device: torch.device) 
     """What the sealed bytes depend on, JSON-ready: manifest (recipe, versions, texts), checkpoint files, and processor.
 
     Other processors add up in another order, so a conversion that changed hands in the middle would be neither's.
+    What branch or tag led to a commit does not matter: a branch may have moved on since.
     """
+    inputs = json.loads(manifest.to_json())
+    if "commit" in inputs["source"]:
+        del inputs["source"]["revision"]
     return {
-        **json.loads(manifest.to_json()),
+        **inputs,
         "checkpoint": dict(sorted(source.file_stamps().items())),
         "processor": _processor(device),
     }

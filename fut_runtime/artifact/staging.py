@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fut_runtime.artifact.paths import LOCK_FILE, MANIFEST_FILE, PROGRESS_DIRECTORY
+from fut_runtime.artifact.remains import put_back_replaced, replaced_path
 from fut_runtime.errors import ArtifactError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -59,6 +60,8 @@ class StagingDirectory:
                 self._lock = self._acquire()
             # Hours of work may lie there: until it is known that nobody wants them, no failure removes them.
             self.keeping = (self.path / PROGRESS_DIRECTORY).is_dir()
+            with os_errors(self.out, "cannot be put back"):
+                put_back_replaced(self.out)
             # Another process may have published while this one waited for the lock.
             check_target(self.out, overwrite=overwrite, replaces=replaces)
             self.keeping = resumes(self.path)
@@ -83,7 +86,7 @@ class StagingDirectory:
             ArtifactError: OUT has appeared meanwhile, or a file system operation failed.
         """
         check_target(self.out, overwrite=self._overwrite, replaces=self._replaces)
-        old = self.out.with_name(f"{self.out.name}.replaced-{os.getpid()}")
+        old = replaced_path(self.out)
         with os_errors(self.out, "cannot be put in place"):
             for directory, _, _ in os.walk(self.path):
                 fsync_directory(Path(directory))
@@ -102,7 +105,8 @@ class StagingDirectory:
             fsync_directory(self.out.parent)
             self._release()
             if replacing:
-                shutil.rmtree(old)
+                # A second writer may have taken it away already.
+                shutil.rmtree(old, ignore_errors=True)
         return self.out
 
     def abort(self) -> None:

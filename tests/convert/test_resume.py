@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fut_convert import convert, resume
 from fut_convert.cli import main
 from fut_convert.resume import SavePace
 from fut_runtime.artifact.reader import Artifact
+from fut_runtime.artifact.remains import clear_behind_renaming
 from fut_runtime.artifact.writer import ArtifactWriter
 from fut_runtime.errors import ArtifactError
 from interrupted import RECIPES, interrupted, sealed, stopped_at
@@ -42,12 +44,40 @@ def test_a_killed_conversion_goes_on_and_ends_with_the_same_bytes(
         out = tmp_path / f"killed-at-{point}"
         assert convert_and_kill(checkpoint, out, RECIPES[recipe], point) is None
         if not out.exists():
-            gone_on.add(convert(str(checkpoint), out, overrides=RECIPES[recipe]).resumed_layers)
-        # Killed while the report was made, the artifact is whole. The lock goes after the renaming.
-        (out / ".fut_lock").unlink(missing_ok=True)
+            gone_on.add(convert(str(checkpoint), out, overrides=RECIPES[recipe], report=False).resumed_layers)
+        # Killed behind the renaming, the artifact is whole; what was to go after it goes with the next command.
+        clear_behind_renaming(out)
         assert sealed(out) == expected, point
         assert not out.with_name(f"{out.name}.partial").exists()
     assert len(gone_on) > 2 and None in gone_on
+
+
+def test_one_that_is_killed_while_it_replaces_an_artifact(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    checkpoint, out = tiny_checkpoint(layers=1), tmp_path / "place" / "out"
+    older = sealed(convert(str(checkpoint), tmp_path / "older", overrides=RECIPES["rtn"], report=False).path)
+    recipe = RECIPES["uncalibrated"]
+    expected = sealed(convert(str(checkpoint), tmp_path / "whole", overrides=recipe, report=False).path)
+
+    def replace_and_kill(at: int | None) -> int | None:
+        shutil.rmtree(out.parent, ignore_errors=True)
+        shutil.copytree(tmp_path / "older", out)
+        return convert_and_kill(checkpoint, out, recipe, at, overwrite=True, report=False)
+
+    total = replace_and_kill(None)
+    assert total is not None and sealed(out) == expected
+    seen = set()
+    # The renaming is among the last calls; what goes after it takes a call a file.
+    for point in range(total - len(older) - 9, total + 1, 2):
+        if replace_and_kill(point) is None:
+            clear_behind_renaming(out)
+            left = sorted(p.name for p in out.parent.iterdir())
+            seen |= {name.rstrip("0123456789") for name in left}
+            assert "out" in left or [n for n in left if n.startswith("out.replaced-")], left
+            if "out" in left:
+                assert sealed(out) in (older, expected)
+            convert(str(checkpoint), out, overrides=recipe, report=False, overwrite=True)
+        assert sealed(out) == expected and [p.name for p in out.parent.iterdir()] == ["out"]
+    assert seen == {"out", "out.partial", "out.replaced-"}
 
 
 def test_a_conversion_that_is_killed_again_and_again_ends_at_last(tiny_checkpoint: Make, tmp_path: Path) -> None:

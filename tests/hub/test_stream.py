@@ -23,6 +23,7 @@ from fut_convert.cli import main
 from fut_convert.errors import CheckpointError, ConvertError, HubError, ReadError, UnsupportedModelError
 from fut_convert.plan import Plan
 from fut_convert.sources import hub_file, shard_store
+from fut_runtime.artifact.remains import clear_behind_renaming
 from fut_runtime.errors import FutError
 from hub_client import use_hub
 from interrupted import RECIPES, interrupted, sealed
@@ -226,7 +227,7 @@ def test_one_that_is_killed_goes_on_and_ends_with_the_same_bytes(
         if not out.exists():
             result = convert(MODEL, out, overrides=RECIPES[recipe], stream=True, report=False)
             gone_on.add(result.resumed_layers)
-        (out / ".fut_lock").unlink(missing_ok=True)
+        clear_behind_renaming(out)
         assert sealed(out) == expected, point
     assert len(gone_on) > 2
 
@@ -241,6 +242,24 @@ def test_one_that_was_streamed_may_go_on_without_and_the_other_way_round(
         assert result.resumed_layers == 2
         shutil.rmtree(tmp_path / "hub-cache")
     assert sealed(tmp_path / "streamed-first") == sealed(tmp_path / "whole-first")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_branch_that_has_moved_on_is_gone_back_from(
+    streaming: bool, hub: LocalHub, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    files = publish(hub, tiny_checkpoint(layers=3, shards=3))
+    first = hub.repos[MODEL].branches["main"][-1][0]
+    interrupted(MODEL, tmp_path / "out", RECIPES["uncalibrated"], 2, stream=streaming)
+    hub.publish(MODEL, files | {"LICENSE": b"other"}, message="second")
+    with pytest.raises(FutError, match=rf'begun otherwise \(.*source.commit was "{first}" and is'):
+        convert(MODEL, tmp_path / "out", overrides=RECIPES["uncalibrated"], stream=streaming)
+    result = convert(
+        MODEL, tmp_path / "out", overrides=RECIPES["uncalibrated"], stream=streaming, revision=first, report=False
+    )
+    assert result.resumed_layers == 2
+    expected = convert(MODEL, tmp_path / "whole", overrides=RECIPES["uncalibrated"], revision=first, report=False)
+    assert sealed(result.path) == sealed(expected.path)
 
 
 def test_the_program_streams_and_says_what_it_takes(hub: LocalHub, tiny_checkpoint: Make, tmp_path: Path) -> None:
