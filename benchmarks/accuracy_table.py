@@ -106,8 +106,8 @@ class Table:
     "--rows",
     default="all",
     show_default=True,
-    help="all, or some: rtn,absmax_7,absmax_7.5,search,folded,gptq,published,builtin,gptq-builtin,fold-v,head,groups,kv,"
-    "fp8,serve.",
+    help="all, or some: rtn,absmax_7,absmax_7.5,search,folded,gptq,published,builtin,gptq-builtin,fold-v,head,groups,"
+    "kv,fp8,serve.",
 )
 @click.option("--gptq", "changed", type=(str, float), multiple=True, help="Recipe key and number for the GPTQ rows.")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)

@@ -37,7 +37,8 @@ class AwqFormat(GroupedFormat):
             UnsupportedModelError: another number of bits, or the order of another kernel.
             CheckpointError: a key has a senseless value.
         """
-        version = str(fields.data.get("version") or fields.data.get("checkpoint_format") or "gemm").lower()
+        keys = ("version", "checkpoint_format", "format")
+        version = str(next((fields.data[key] for key in keys if fields.data.get(key)), "gemm")).lower()
         if version != "gemm":
             raise UnsupportedModelError(
                 f"{fields.where}: the codes are in the order of AWQ's kernel {version!r}, and only that of gemm can be "

@@ -27,9 +27,13 @@ from fut_convert.sources.gguf_metadata import check_types
 from fut_convert.sources.read_errors import read_errors
 from fut_runtime.artifact.paths import plain_name
 
-#: Stored types that are read. The formats with importance-chosen grids (IQ…) and ternary ones are left out.
+#: Stored types that are read. Ternary ones and those of four-bit floating point are left out.
 READABLE_TYPES: frozenset[str] = frozenset(
-    {*FLOAT_DTYPES, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+    {
+        *FLOAT_DTYPES,
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    }
 )
 
 _VERSIONS = (2, 3)

@@ -16,9 +16,13 @@ from fut_convert.sources.fields import Fields
 from fut_convert.sources.grouped_codes import SYMMETRIC_ZERO, Grouping, unpack_nibbles
 from fut_convert.sources.stored_format import GroupedFormat, ReadTensor, StoredMatrix, require_four_bits
 
-#: Values of `checkpoint_format`, and whether they store zero points as they are.
+#: Values of `checkpoint_format` (GPTQModel also: `format`), and whether they store zero points as they are.
 _VERSIONS: dict[str, bool] = {"gptq": False, "gptq_v2": True}
 _ORIGINAL = "give the checkpoint in GPTQ's own format, or the original one"
+
+
+#: 1 in each of the eight nibbles of a word.
+_ONES = 0x11111111
 
 
 class GptqFormat(GroupedFormat):
@@ -28,6 +32,8 @@ class GptqFormat(GroupedFormat):
         group_size: inputs a group; None where one group spans them all.
         per_module: whether the config gives modules settings of their own (GPTQModel's `dynamic`).
         plain_zeros: whether zero points are stored as they are (version 2).
+        borrowed: whether version 1 was made by taking 1 from each zero point in whole words, as GPTQModel does: a zero
+            point of 0 then borrows from the one after it.
     """
 
     name = "gptq"
@@ -36,8 +42,9 @@ class GptqFormat(GroupedFormat):
     optional = ("g_idx",)
     scales_part = "scales"
 
-    def __init__(self, group_size: int | None, *, per_module: bool, plain_zeros: bool) -> None:
-        self.group_size, self.per_module, self.plain_zeros = group_size, per_module, plain_zeros
+    def __init__(self, group_size: int | None, *, per_module: bool, plain_zeros: bool, borrowed: bool) -> None:
+        self.group_size, self.per_module = group_size, per_module
+        self.plain_zeros, self.borrowed = plain_zeros, borrowed
 
     @classmethod
     def from_config(cls, fields: Fields) -> GptqFormat:
@@ -47,7 +54,7 @@ class GptqFormat(GroupedFormat):
             UnsupportedModelError: another number of bits, or the order of another kernel.
             CheckpointError: a key has a senseless value.
         """
-        version = str(fields.data.get("checkpoint_format") or "gptq")
+        version = str(fields.data.get("checkpoint_format") or fields.data.get("format") or "gptq")
         if fields.boolean("is_marlin_format", False) or version == "marlin":
             raise UnsupportedModelError(
                 f"{fields.where}: the codes are in the order of the Marlin kernel (is_marlin_format), which cannot be "
@@ -59,7 +66,12 @@ class GptqFormat(GroupedFormat):
             )
         require_four_bits(fields, "bits", "GPTQ")
         size = None if fields.data.get("group_size") == -1 else fields.required_int("group_size")
-        return cls(size, per_module=bool(fields.data.get("dynamic")), plain_zeros=_VERSIONS[version])
+        return cls(
+            size,
+            per_module=bool(fields.data.get("dynamic")),
+            plain_zeros=_VERSIONS[version],
+            borrowed=_is_by_gptqmodel(fields),
+        )
 
     def shape(self, matrix: StoredMatrix) -> tuple[int, int]:
         words = matrix.parts["qweight"].shape
@@ -98,7 +110,12 @@ class GptqFormat(GroupedFormat):
         # Labels of versions lie; but 7 everywhere or 8 everywhere is what symmetric matrices have in either version.
         if int(flat[0, 0]) in (7, 8) and bool((flat == flat[0, 0]).all()):
             return None
-        zeros = flat if self.plain_zeros else self._add_one(matrix, stored).flatten(1)[:, :rows]
+        if self.plain_zeros:
+            zeros = flat
+        elif self.borrowed:
+            zeros = unpack_nibbles(read(matrix.parts["qzeros"]) + _ONES).flatten(1)[:, :rows]
+        else:
+            zeros = self._add_one(matrix, stored).flatten(1)[:, :rows]
         return None if bool((zeros == SYMMETRIC_ZERO).all()) else zeros.T.contiguous()
 
     def _add_one(self, matrix: StoredMatrix, stored: Tensor) -> Tensor:
@@ -118,3 +135,11 @@ class GptqFormat(GroupedFormat):
                 "original again (symmetric, or checkpoint_format gptq_v2), or give the original",
             )  # fmt: skip
         return (stored + 1) & 15
+
+
+def _is_by_gptqmodel(fields: Fields) -> bool:
+    """Whether the config names GPTQModel as what wrote the file."""
+    meta = fields.data.get("meta")
+    named = meta.get("quantizer") if isinstance(meta, dict) else None
+    names = named if isinstance(named, list) else [named]
+    return any(isinstance(name, str) and name.startswith("gptqmodel") for name in names)

@@ -154,7 +154,7 @@ def write_gguf(
     """Write a model.
 
     Args:
-        matrix_type: of the matrices; vectors are F32. K-quants get random blocks, since the package cannot make them.
+        matrix_type: of the matrices; vectors are F32. K- and IQ-quants get random blocks: the package makes none.
         metadata: keys to add or replace; a value of `...` leaves the key out.
         change: edits the tensors, under GGUF names, before they are written.
     """
@@ -171,7 +171,7 @@ def write_gguf(
     for name, tensor in tensors.items():
         if tensor.ndim == 1 or tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
             writer.add_tensor(name, np.ascontiguousarray(tensor, dtype=np.float32))
-        elif matrix_type.endswith("_K"):
+        elif matrix_type.endswith("_K") or matrix_type.startswith("IQ"):
             writer.add_tensor(name, _random_blocks(random, tensor.shape, kind), raw_dtype=kind)
         elif matrix_type in ("F32", "F16"):
             writer.add_tensor(name, tensor.astype(np.float32 if matrix_type == "F32" else np.float16))

@@ -27,6 +27,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 SIMPLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+IQ_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -66,7 +67,7 @@ def test_attention_biases_of_a_llama_are_reordered_too(tmp_path: Path) -> None:
             assert torch.equal(source.load_rows(name, 10, 40), torch.from_numpy(vector[10:40]))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *SIMPLE_TYPES, *K_TYPES])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *SIMPLE_TYPES, *K_TYPES, *IQ_TYPES])
 def test_every_type_agrees_with_the_gguf_package(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "model.gguf", WIDE, matrix_type=kind)
     theirs = {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
