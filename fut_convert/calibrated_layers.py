@@ -115,8 +115,9 @@ class CalibratedLayers:
         for site, moment in statistics.second_moment.items():
             if not (statistics.amax[site] < float("inf") and bool(moment.isfinite().all())):
                 raise ConvertError(
-                    f"calibration: the input of layers.{index}.{site} is not finite; the checkpoint overflows 16 bits, "
-                    "or the calibration text drives it there: try another text, or --no-calibration"
+                    f"calibration: the input of layers.{index}.{site} is not finite{self._calibration.spoilt()}; "
+                    "the checkpoint overflows 16 bits, or the calibration text drives it there: try another text, or "
+                    "--no-calibration"
                 )
         return chosen, statistics
 

@@ -185,6 +185,15 @@ class Calibration:
         """Replace the hidden states of a batch, by [tokens, hidden]."""
         self.hidden.store(batch.windows, states)
 
+    def spoilt(self) -> str:
+        """Where this process's hidden states stop being finite, for a message; empty where they do not."""
+        for window in range(self.lanes.count):
+            bad = ~self.hidden.load(slice(window, window + 1))[0].isfinite().all(dim=-1)
+            if bool(bad.any()):
+                number, token = self.lanes.among_all(window) + 1, int(bad.nonzero()[0]) + 1
+                return f" in window {number} of the calibration text, from its token {token} on"
+        return ""
+
     def lane_ends(self) -> Iterator[bool]:
         """Of each of `batches`, whether a lane ends with it."""
         ends = {lane.stop for lane in self.lanes.own}

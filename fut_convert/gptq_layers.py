@@ -145,9 +145,10 @@ class GptqLayers:
         wanted: Tensor | None = None,
     ) -> Int4Codes:
         if not bool(torch.isfinite(hessian).all()):
+            where = self._calibration.spoilt()
             raise ConvertError(
-                f"calibration: the input of {name} behind the quantized layers is not finite; it overflows 16 bits: "
-                "try another calibration text, or int4.method rtn"
+                f"calibration: the input of {name} behind the quantized layers is not finite{where}; it overflows 16 "
+                "bits: try another calibration text, or int4.method rtn"
             )
         try:
             codes, result = gptq_module(

@@ -58,6 +58,11 @@ class Lanes:
         """This process's rows of a tensor that has a row for each window."""
         return torch.cat([ids[lane] for lane in self._all[self.rank :: self._processes]] or [ids[:0]])
 
+    def among_all(self, window: int) -> int:
+        """Which of all windows a window of this process is."""
+        lane, place = next((lane, p) for lane, owner, p in self.places() if owner == self.rank and window < p.stop)
+        return int(lane.start + window - place.start)
+
     def places(self) -> Iterator[tuple[slice, int, slice]]:
         """Every lane in order: its windows among all, the process it belongs to, and among that one's windows."""
         ends = [0] * self._processes

@@ -33,6 +33,9 @@ Sample = tuple[Tensor, Tensor | None]
 class SequentialCalibration(Calibration):
     """Hidden states of all windows behind the layers that are quantized already."""
 
+    #: Of each batch, whether what entered the last projection was finite.
+    _finite: Sequence[Tensor] = ()
+
     @torch.inference_mode()
     def quantize_layer(
         self,
@@ -75,6 +78,16 @@ class SequentialCalibration(Calibration):
             h = batch.states.float()
             self.advance(batch, h + products.plain(layer, "down", gated(layer, products, h)))
 
+    def spoilt(self) -> str:
+        """Of the hidden states, or else of what entered the last projection."""
+        found = super().spoilt()
+        for windows, finite in zip(self._slices(), self._finite, strict=False):
+            if not found and not bool(finite):
+                first, last = (self.lanes.among_all(window) + 1 for window in (windows.start, windows.stop - 1))
+                some = f"window {first}" if first == last else f"windows {first} to {last}"
+                found = f" in {some} of the calibration text"
+        return found
+
     @torch.inference_mode()
     def head_hessian(self, gain: Tensor | None) -> Tensor:
         """FP32 [hidden, hidden], the Hessian of the head; `gain` is that of the final norm where it is not folded."""
@@ -112,11 +125,16 @@ class SequentialCalibration(Calibration):
         An empty tensor in all processes but the first.
         """
 
+        finite: list[Tensor] = []
+        self._finite = finite
+
         def lane_sums() -> Iterator[Sequence[Tensor]]:
             squares: Tensor | None = None
             mixed: Tensor | None = None
             for (inputs, wanted), ends in zip(samples, self.lane_ends(), strict=True):
                 x = inputs.to(ACTIVATION_DTYPE)
+                # Looked at only where the sum is not finite: no waiting for the device.
+                finite.append(x.isfinite().all())
                 squares = _plus(squares, outer_products(x, x))
                 if wanted is not None:
                     mixed = _plus(mixed, outer_products(wanted.to(ACTIVATION_DTYPE), x))

@@ -142,9 +142,10 @@ class Source(ABC):
         tensor = self._read_rows(info, start, stop)
         # A sum is finite only if all its terms are: one cheap pass, and a second one where it leaves a doubt.
         if not bool(torch.isfinite(tensor.sum())) and (bad := int((~torch.isfinite(tensor)).sum())):
+            first = start + int((~torch.isfinite(tensor)).nonzero()[0][0])
             raise CheckpointError(
-                f"{info.file}: {name} holds {bad} values that are not finite (NaN or infinity) in rows {start}:{stop}; "
-                "the file is damaged or the model diverged in training: download it again and compare its checksum"
+                f"{info.file}: {name} holds {bad} values that are not finite (NaN or infinity), the first in row "
+                f"{first}; the file is damaged or the model diverged in training: download it again and compare its checksum"
             )
         return tensor
 

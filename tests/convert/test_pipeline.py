@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fut_convert import convert
+from fut_convert.calibration_text import calibration_windows
 from fut_convert.errors import CheckpointError, ConvertError
+from fut_convert.recipe import CalibrationRecipe
+from fut_convert.sources import open_source
 from fut_convert.sources.base import Source
 from fut_runtime.artifact.hashing import hash_file
 from fut_runtime.artifact.layout import all_tensors
@@ -197,6 +200,35 @@ def test_an_activation_that_overflows_names_its_site(tiny_checkpoint: Make, tmp_
         converted(checkpoint, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == [checkpoint.name]
     converted(checkpoint, tmp_path / "out", calibration__enabled=False)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_an_activation_that_overflows_names_its_window(method: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint()
+    settings = CalibrationRecipe(windows=4, window_tokens=40, allow_few_tokens=True)
+    with open_source(str(checkpoint)) as source:
+        ids = calibration_windows(source, settings).ids
+    # A token that only the third window has, at its place there.
+    before = set(ids[[0, 1, 3]].flatten().tolist())
+    place, token = next((i, int(t)) for i, t in enumerate(ids[2]) if int(t) not in before)
+
+    def spoil_token(tensors: dict[str, Any]) -> None:
+        """It alone has something in channel 0, which the MLP multiplies beyond all bounds."""
+        embed = tensors["model.embed_tokens.weight"]
+        embed[:, 0] = 0
+        embed[token, 0] = 1
+        for layer in range(2):
+            tensors[f"model.layers.{layer}.self_attn.o_proj.weight"][0] = 0
+            tensors[f"model.layers.{layer}.mlp.down_proj.weight"][0] = 0
+        for part in ("gate", "up"):
+            tensors[f"model.layers.0.mlp.{part}_proj.weight"][:, 0] = 1e30
+
+    change_tensors(checkpoint, spoil_token)
+    where = r"layers\.0\.down.* is not finite in windows? .*3.* of the calibration text"
+    if method == "rtn":
+        where += f", from its token {place + 1} on"
+    with pytest.raises(ConvertError, match=where):
+        converted(checkpoint, tmp_path / "out", calibration__windows=4, int4__method=method)
 
 
 def test_a_scale_beyond_float16_names_its_module(tiny_checkpoint: Make, tmp_path: Path) -> None:
