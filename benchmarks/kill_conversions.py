@@ -2,7 +2,8 @@
 
 A kill is a SIGKILL at one of the calls to the file system, drawn at random; a write that is the last is cut in half.
 Every conversion is killed until it ends by itself, at most `--most` times. The recipes take turns: without calibration,
-calibrated, GPTQ, GPTQ with other processes. `--seconds` ends it earlier; lines of several seeds add up.
+calibrated, GPTQ, and now and then with other processes. `--seconds` ends it earlier; lines of several seeds add up,
+and with `--keep` they share what is undisturbed.
 
     python benchmarks/kill_conversions.py --kills 200
 """
@@ -44,6 +45,8 @@ TURNS: list[tuple[str, dict[str, Any]]] = [
     ("uncalibrated", {"jobs": 2}),
     ("gptq", {"calibration_processes": 2}),
 ]
+#: The order of the turns. Starting processes takes longer than all the rest.
+ORDER = [0, 1, 2, 3, 1, 0, 2, 4]
 
 
 def survive(out: Path, checkpoint: Path, turn: int, total: int, draw: random.Random, most: int) -> tuple[int, int]:
@@ -74,22 +77,29 @@ def wait_for_lock(out: Path) -> None:
             time.sleep(0.05)
 
 
-def run(workdir: Path, kills: int, seed: int, most: int, seconds: float) -> dict[str, Any]:
+def undisturbed(directory: Path) -> tuple[Path, list[int], list[dict[str, bytes]]]:
+    """The checkpoint, and of each turn the calls of its conversion and its sealed files; made where they are not."""
+    checkpoint, record = directory / "checkpoint", directory / "calls.json"
+    if not record.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(checkpoint, CheckpointShape(layers=LAYERS))
+        calls = [
+            convert_and_kill(checkpoint, directory / f"whole-{number}", RECIPES[recipe], None, report=False, **options)
+            for number, (recipe, options) in enumerate(TURNS)
+        ]
+        record.write_text(json.dumps(calls))
+    return checkpoint, json.loads(record.read_text()), [sealed(directory / f"whole-{n}") for n in range(len(TURNS))]
+
+
+def run(workdir: Path, keep: Path, kills: int, seed: int, most: int, seconds: float) -> dict[str, Any]:
     """Kill so many times, or for so long, and sum up."""
     draw, started = random.Random(seed), time.monotonic()
-    checkpoint = write_checkpoint(workdir / "checkpoint", CheckpointShape(layers=LAYERS))
-    expected, totals = [], []
-    for number, (recipe, options) in enumerate(TURNS):
-        out = workdir / f"whole-{number}"
-        calls = convert_and_kill(checkpoint, out, RECIPES[recipe], None, report=False, **options)
-        assert calls is not None
-        totals.append(calls)
-        expected.append(sealed(out))
+    checkpoint, totals, expected = undisturbed(keep)
     done = equal = anew = artifacts = 0
     times: Counter[int] = Counter()
     # Where the time is short, each seed begins with another turn.
     while done < kills and time.monotonic() - started < seconds:
-        turn = (seed + artifacts) % len(TURNS)
+        turn = ORDER[(3 * seed + artifacts) % len(ORDER)]
         out = workdir / "out"
         killed, nothing_saved = survive(out, checkpoint, turn, totals[turn], draw, min(most, kills - done))
         # Killed behind the renaming, an artifact is whole; what was to go after it goes with the next command.
@@ -115,9 +125,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most", type=int, default=1, help="kills of one artifact; 1 gives as many artifacts as kills")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other artifact after so long")
+    parser.add_argument("--keep", type=Path, help="directory for the checkpoint and the undisturbed artifacts")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-conversions-") as workdir:
-        line = run(Path(workdir), arguments.kills, arguments.seed, arguments.most, arguments.seconds)
+        keep = arguments.keep or Path(workdir)
+        line = run(Path(workdir), keep, arguments.kills, arguments.seed, arguments.most, arguments.seconds)
     with RESULTS.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line, indent=2))

@@ -145,7 +145,8 @@ class Source(ABC):
             first = start + int((~torch.isfinite(tensor)).nonzero()[0][0])
             raise CheckpointError(
                 f"{info.file}: {name} holds {bad} values that are not finite (NaN or infinity), the first in row "
-                f"{first}; the file is damaged or the model diverged in training: download it again and compare its checksum"
+                f"{first}; the file is damaged or the model diverged in training: download it again and compare its "
+                "checksum"
             )
         return tensor
 
