@@ -103,10 +103,15 @@ def speed_steps(out: Path) -> list[Step]:
     sanitize = [python, "benchmarks/sanitize.py", "--out", str(out / "sanitize")]
     found += [Step("sanitize", check, [*sanitize, "--tools", check], 180, 270) for check in ("memcheck", "racecheck")]
     gemm = [*fut_run, "bench", "gemm", "--json", str(out / "gemm.jsonl")]
+    w8a16 = [*fut_run, "bench", "w8a16", "--json", str(out / "w8a16.jsonl")]
     found += [
         Step("prefill", "gemm_8b", [*gemm, "--shape", "8b", "--rows", "512,2048,8192"], 30, 60),
         Step("prefill", "gemm_1b", [*gemm, "--shape", "1b", "--rows", "512,2048"], 15, 40),
         Step("prefill", "gemm_70b", [*gemm, "--shape", "70b", "--rows", "512,2048"], 30, 60),
+        Step("prefill", "w8a16", [*w8a16, "--tactics", "--rows", "1,16,64,512,2048,8192"], 40, 90),
+        Step(
+            "prefill", "w8a16_down", [*w8a16, "--size", "4096", "14336", "--tactics", "--rows", "1,16,64,2048"], 25, 60
+        ),
         Step("prefill", "gemm_405b", [*gemm, "--shape", "405b", "--rows", "512,2048"], 45, 90),
     ]
     for name, option in (("decode_projections", "--out"), ("attention_decode", "--output"), ("sampling", "--out")):

@@ -253,6 +253,12 @@ FUT_API fut_status fut_cache_copy(const fut_cache_copy_call* call, void* stream)
 
 /* W8A16: out [m, n] = alpha * (A B^T) + bias, A BF16 or FP16 [m, k], B E4M3 [n, k], both row-major; FP32 sums that
  * alpha multiplies. Strides as above. The same bits whatever runs beside it, for one choice of tokens and splits. */
+typedef struct fut_w8a16_tile {
+  int32_t channels; /* 128: two warpgroups share a tile; 64: they take turns, with at most 64 tokens */
+  int32_t tokens;   /* 16 to 256, a power of two; 0: the cost model chooses all */
+  int32_t splits;   /* parts of k that are summed apart, 1 to 16 */
+} fut_w8a16_tile;
+
 typedef struct fut_w8a16_call {
   const void* a;
   const void* b;
@@ -264,13 +270,12 @@ typedef struct fut_w8a16_call {
   int64_t a_stride, b_stride, out_stride; /* elements */
   int32_t m, n, k;
   int32_t is_fp16, out_is_f32, alpha_is_vector;
-  int32_t tokens, splits; /* 0: the cost model chooses; else tokens of a tile (16 to 256, a power of two), and parts of
-                             k that are summed apart (1 to 16) */
+  fut_w8a16_tile tile;
 } fut_w8a16_call;
 
-/* Tokens and splits that the cost model chooses where they are 0, and the workspace that they need. */
-FUT_API fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multiprocessors, int32_t* tokens,
-                                  int32_t* splits, int64_t* workspace_bytes);
+/* The tile that the cost model chooses where `tile` has none, and the workspace that it needs. */
+FUT_API fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multiprocessors, fut_w8a16_tile* tile,
+                                  int64_t* workspace_bytes);
 FUT_API fut_status fut_w8a16(const fut_w8a16_call* call, void* stream);
 
 /* Chunks of prompts, packed: request i has rows first_row[i] to first_row[i + 1] - 1, which are its tokens from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +17,25 @@ from fut_runtime.artifact.layout import weight_tensors
 from fut_runtime.artifact.manifest import KVCacheSpec, Manifest
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.bench import decode, model
+from fut_runtime.bench import w8a16 as w8a16_bench
 from fut_runtime.bench.decode import DecodePlan, DecodeResult, one_layer_bytes
 from fut_runtime.bench.gemm import GemmResult
 from fut_runtime.bench.machine import source_commit
 from fut_runtime.bench.model import step_bytes
 from fut_runtime.bench.random_tensors import fill_cache, fill_weights
 from fut_runtime.bench.shapes import SHAPES, manifest_of, with_layers
+from fut_runtime.bench.w8a16 import W8A16Result
 from fut_runtime.cli import main
 from fut_runtime.commands import bench
 from fut_runtime.commands.bench_gemm import print_table
+from fut_runtime.commands.bench_w8a16 import print_table as print_w8a16_table
 from fut_runtime.cuda.arena import ArenaPlan
 from fut_runtime.cuda.decoder import Row
 from fut_runtime.cuda.structs import DecoderConfig
 from fut_runtime.cuda.tensors import needed_tensors
+from fut_runtime.cuda.w8a16 import W8A16Plan
 from fut_runtime.errors import FutError
+from w8a16_checks import TILES
 
 SMALL = replace(
     SHAPES["1b"],
@@ -245,6 +251,24 @@ def test_products_of_an_unknown_shape_are_refused() -> None:
     run = CliRunner().invoke(main, ["bench", "gemm", "--shape", "9b"])
     assert run.exit_code == 1 and "'9b', expected one of 1b, 8b, 70b, 405b" in run.output
     assert "no list of whole numbers" in CliRunner().invoke(main, ["bench", "gemm", "--rows", "0"]).output
+
+
+def test_a_w8a16_product_is_told_beside_its_peers_and_the_read_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    us = {"fut": 40.0, "cast": 700.0, "bf16": 64.0}
+    found = W8A16Result(16, 28672, 4096, us, "64x16/3", {"128x16/1": 45.0, "64x16/3": 41.0}, 0.7, 9.5)
+    line = found.to_json()
+    assert line["times_faster"] == {"cast": 17.5, "bf16": 1.6} and line["tile"] == "64x16/3" and json.dumps(line)
+    print_w8a16_table("NVIDIA H200", 4.2e12, [found])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "reads 4200 GB/s" in output and "16 28672 4096 40.0 700.0 64.0 17.50 1.60 70 % 64x16/3 9.5" in output
+    assert output.endswith("16 × 28672 × 4096: 64x16/3 41.0, 128x16/1 45.0")
+
+
+def test_every_tactic_that_is_timed_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(w8a16_bench.TILES) == set(TILES)
+    monkeypatch.setattr(w8a16_bench.w8a16, "plan", lambda m, n, k, sms, *tile: W8A16Plan(*tile, 0))
+    names = Counter((p.channels, p.tokens) for p in w8a16_bench._plans(16, 4096, 320, 132))
+    assert set(names) == {(128, 16), (128, 32), (64, 16), (64, 32)} and names[128, 16] == 3
 
 
 def test_the_table_of_products_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,15 +95,15 @@ fut_status fut_cache_copy(const fut_cache_copy_call* c, void* stream) {
   (void)stream;
   return c->cache.head_dim == 80 && c->layer == 4 ? FUT_OK : FUT_INVALID;
 }
-fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multiprocessors, int32_t* tokens, int32_t* splits,
+fut_status fut_w8a16_plan(int32_t m, int32_t n, int32_t k, int32_t multiprocessors, fut_w8a16_tile* tile,
                           int64_t* workspace_bytes) {
-  *workspace_bytes = 5000000000 + m + n + k + multiprocessors + *tokens + *splits;
-  *tokens = 32;
+  *workspace_bytes = 5000000000 + m + n + k + multiprocessors + tile->tokens + tile->splits;
+  tile->channels = 64;
   return FUT_OK;
 }
 fut_status fut_w8a16(const fut_w8a16_call* c, void* stream) {
   (void)stream;
-  return c->workspace_bytes == 5000000000 && c->splits == 3 ? FUT_OK : FUT_INVALID;
+  return c->workspace_bytes == 5000000000 && c->tile.splits == 3 ? FUT_OK : FUT_INVALID;
 }
 int64_t fut_prefill_attention_workspace_bytes(int32_t requests, int32_t rows, int32_t heads) {
   return 1000000000000 + 10000 * requests + 100 * rows + heads;
@@ -236,10 +236,11 @@ def test_numbers_cross_the_border_whole(fake: Library) -> None:
     fake.call("fut_gemm", ctypes.byref(call), None)
     copy = structs.CacheCopyCall(cache=structs.KVCache(head_dim=80), layer=4)
     fake.call("fut_cache_copy", ctypes.byref(copy), None)
-    tokens, splits, nbytes = ctypes.c_int32(5), ctypes.c_int32(6), ctypes.c_int64()
-    fake.call("fut_w8a16_plan", 1, 2, 3, 4, ctypes.byref(tokens), ctypes.byref(splits), ctypes.byref(nbytes))
-    assert (tokens.value, splits.value, nbytes.value) == (32, 6, 5_000_000_021)
-    fake.call("fut_w8a16", ctypes.byref(structs.W8A16Call(workspace_bytes=5_000_000_000, splits=3)), None)
+    w8a16, nbytes = structs.W8A16Tile(tokens=5, splits=6), ctypes.c_int64()
+    fake.call("fut_w8a16_plan", 1, 2, 3, 4, ctypes.byref(w8a16), ctypes.byref(nbytes))
+    assert (w8a16.channels, w8a16.tokens, w8a16.splits, nbytes.value) == (64, 5, 6, 5_000_000_021)
+    w8a16_call = structs.W8A16Call(workspace_bytes=5_000_000_000, tile=structs.W8A16Tile(splits=3))
+    fake.call("fut_w8a16", ctypes.byref(w8a16_call), None)
     assert fake.fut_prefill_attention_workspace_bytes(5, 7, 32) == 1_000_000_050_732
     prefill = structs.PrefillAttentionCall(
         pages=5_000_000_000,

@@ -9,6 +9,7 @@ int main() {
   int sm_count = 0;
   while (std::cin >> m >> n >> k >> sm_count) {
     const fut::W8a16Plan plan = fut::plan_w8a16(m, n, k, sm_count);
-    std::cout << plan.tokens << ' ' << plan.splits << ' ' << fut::w8a16_workspace_bytes(m, n, plan) << '\n';
+    std::cout << plan.channels << ' ' << plan.tokens << ' ' << plan.splits << ' '
+              << fut::w8a16_workspace_bytes(m, n, plan) << '\n';
   }
 }

@@ -1,5 +1,7 @@
 // E4M3 weights times 16-bit activations: channels are the rows of the products, tokens their columns. A warpgroup
-// converts its 64 rows of weights in registers; a 16-bit copy of them exists nowhere else. One thread fetches.
+// converts its 64 rows of weights in registers; a 16-bit copy of them exists nowhere else. One thread fetches. Two
+// warpgroups multiply: both at a tile of 128 channels, or in turns, each at tiles of 64 of its own, so that one ends a
+// tile while the other multiplies.
 
 #pragma once
 
@@ -15,12 +17,13 @@ namespace fut {
 inline constexpr int kW8a16Threads = 128 * 3;
 inline constexpr int kW8a16ProducerRegisters = 40, kW8a16ConsumerRegisters = 232;
 
-template <int kTokens>
+template <int kTokens, int kChannels>
 struct __align__(1024) W8a16Shared {
-  static constexpr int kStageBytes = kW8a16Channels * kW8a16Stage + kTokens * 2 * kW8a16Stage;
-  static constexpr int kStages = 200 * 1024 / kStageBytes < 16 ? 200 * 1024 / kStageBytes : 16;
+  static constexpr int kStageBytes = kChannels * kW8a16Stage + kTokens * 2 * kW8a16Stage;
+  static constexpr int kMostStages = 16 * kW8a16Cooperative / kChannels;
+  static constexpr int kStages = 200 * 1024 / kStageBytes < kMostStages ? 200 * 1024 / kStageBytes : kMostStages;
   uint8_t activations[kStages][kTokens * 2 * kW8a16Stage];
-  uint8_t weights[kStages][kW8a16Channels * kW8a16Stage];
+  uint8_t weights[kStages][kChannels * kW8a16Stage];
   uint64_t full[kStages], empty[kStages];
   uint32_t arrived[2];
 };
@@ -40,18 +43,18 @@ struct W8a16Unit {
   }
 };
 
-template <int kTokens>
-__device__ __forceinline__ void fetch_w8a16(W8a16Shared<kTokens>& shared, const CUtensorMap* weights,
+template <int kTokens, int kChannels>
+__device__ __forceinline__ void fetch_w8a16(W8a16Shared<kTokens, kChannels>& shared, const CUtensorMap* weights,
                                             const CUtensorMap* activations, const W8a16Params& p, int units) {
-  RingPlace<W8a16Shared<kTokens>::kStages> place;
+  RingPlace<W8a16Shared<kTokens, kChannels>::kStages> place;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const W8a16Unit u(p, unit);
     for (int s = 0; s < u.stages; ++s) {
       barrier_wait(&shared.empty[place.stage], place.phase ^ 1);
       uint64_t* full = &shared.full[place.stage];
-      barrier_expect(full, W8a16Shared<kTokens>::kStageBytes);
+      barrier_expect(full, W8a16Shared<kTokens, kChannels>::kStageBytes);
       const int k = (u.first + s) * kW8a16Stage;
-      tensor_copy(shared.weights[place.stage], weights, k, u.channel_tile * kW8a16Channels, full);
+      tensor_copy(shared.weights[place.stage], weights, k, u.channel_tile * kChannels, full);
       tensor_copy(shared.activations[place.stage], activations, k, u.token_tile * kTokens, full);
       place.advance();
     }
@@ -59,10 +62,10 @@ __device__ __forceinline__ void fetch_w8a16(W8a16Shared<kTokens>& shared, const 
 }
 
 // Stage after stage, two sets of registers in turn: while the tensor cores read one, the other is converted.
-template <class Activation, int kTokens, class Release>
-__device__ __forceinline__ void multiply_w8a16(float (&d)[kTokens / 2], W8a16Shared<kTokens>& shared,
-                                               RingPlace<W8a16Shared<kTokens>::kStages>& place, int stages, int row,
-                                               int lane, Release release) {
+template <class Activation, int kTokens, int kChannels, class Release>
+__device__ __forceinline__ void multiply_w8a16(float (&d)[kTokens / 2], W8a16Shared<kTokens, kChannels>& shared,
+                                               RingPlace<W8a16Shared<kTokens, kChannels>::kStages>& place, int stages,
+                                               int row, int lane, Release release) {
   StageFragments fragments[2];
   int previous = 0;
   settle(d);
@@ -91,21 +94,30 @@ __device__ __forceinline__ void multiply_w8a16(float (&d)[kTokens / 2], W8a16Sha
   release(previous);
 }
 
-template <class Activation, int kTokens, class Out>
-__device__ __forceinline__ void consume_w8a16(W8a16Shared<kTokens>& shared, const W8a16Params& p, int units) {
+template <class Activation, int kTokens, int kChannels, class Out>
+__device__ __forceinline__ void consume_w8a16(W8a16Shared<kTokens, kChannels>& shared, const W8a16Params& p,
+                                              int units) {
+  constexpr bool kInTurns = kChannels == kW8a16PingPong;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;  // of the tile's 128 channels
-  RingPlace<W8a16Shared<kTokens>::kStages> place;
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16 % kChannels;  // of the tile's channels
+  const int64_t parts = static_cast<int64_t>(p.channel_tiles) * p.token_tiles * (kChannels / 64);
+  RingPlace<W8a16Shared<kTokens, kChannels>::kStages> place;
   const auto release = [&](int stage) {
     if (lane == 0) barrier_arrive(&shared.empty[stage]);
   };
   float d[kTokens / 2];
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+  int turn = 0;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x, turn ^= 1) {
     const W8a16Unit u(p, unit);
-    multiply_w8a16<Activation, kTokens>(d, shared, place, u.stages, warp_row + lane / 4, lane, release);
-    if (p.splits > 1 && !merge_splits<kTokens>(d, p, unit / p.splits, u.split, warpgroup, &shared.arrived[warpgroup]))
+    if (kInTurns && turn != warpgroup) {
+      place.skip(u.stages);
       continue;
-    W8a16Place at = {u.channel_tile * kW8a16Channels + warp_row, u.token_tile * kTokens, lane, {}, {}};
+    }
+    multiply_w8a16<Activation, kTokens, kChannels>(d, shared, place, u.stages, warp_row + lane / 4, lane, release);
+    const int64_t part = static_cast<int64_t>(unit / p.splits) * (kChannels / 64) + (kInTurns ? 0 : warpgroup);
+    if (p.splits > 1 && !merge_splits<kTokens>(d, p, part, parts, u.split, warpgroup, &shared.arrived[warpgroup]))
+      continue;
+    W8a16Place at = {u.channel_tile * kChannels + warp_row, u.token_tile * kTokens, lane, {}, {}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int channel = at.channel0 + lane / 4 + 8 * half;
@@ -120,18 +132,18 @@ __device__ __forceinline__ void consume_w8a16(W8a16Shared<kTokens>& shared, cons
   }
 }
 
-template <class Activation, int kTokens, class Out>
+template <class Activation, int kTokens, int kChannels, class Out>
 __global__ __launch_bounds__(kW8a16Threads, 1) void w8a16(const __grid_constant__ CUtensorMap weights,
                                                           const __grid_constant__ CUtensorMap activations,
                                                           const __grid_constant__ W8a16Params p) {
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
-  auto& shared = *reinterpret_cast<W8a16Shared<kTokens>*>(dynamic_shared);
+  auto& shared = *reinterpret_cast<W8a16Shared<kTokens, kChannels>*>(dynamic_shared);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&weights);
     prefetch_tensor_map(&activations);
-    for (int i = 0; i < W8a16Shared<kTokens>::kStages; ++i) {
+    for (int i = 0; i < W8a16Shared<kTokens, kChannels>::kStages; ++i) {
       barrier_init(&shared.full[i], 1);
-      barrier_init(&shared.empty[i], 8);
+      barrier_init(&shared.empty[i], kChannels / 16);  // warps that read the stage
     }
     fence_barrier_init();
   }
@@ -141,10 +153,10 @@ __global__ __launch_bounds__(kW8a16Threads, 1) void w8a16(const __grid_constant_
   const int units = p.channel_tiles * p.token_tiles * p.splits;
   if (threadIdx.x >= 256) {
     fewer_registers<kW8a16ProducerRegisters>();
-    if (threadIdx.x == 256) fetch_w8a16<kTokens>(shared, &weights, &activations, p, units);
+    if (threadIdx.x == 256) fetch_w8a16<kTokens, kChannels>(shared, &weights, &activations, p, units);
   } else {
     more_registers<kW8a16ConsumerRegisters>();
-    consume_w8a16<Activation, kTokens, Out>(shared, p, units);
+    consume_w8a16<Activation, kTokens, kChannels, Out>(shared, p, units);
   }
 }
 

@@ -9,14 +9,17 @@
 
 namespace fut {
 
-inline constexpr int kW8a16Channels = 128;  // of a tile: two consumer warpgroups of 64
-inline constexpr int kW8a16Stage = 64;      // of K
+// Channels of a tile: two consumer warpgroups share one of 128, or take turns, each with tiles of 64 of its own.
+inline constexpr int kW8a16Cooperative = 128, kW8a16PingPong = 64;
+inline constexpr int kW8a16MostPingPongTokens = 64;
+inline constexpr int kW8a16Stage = 64;  // of K
 inline constexpr int kW8a16MostSplits = 16;
 
 struct W8a16Plan {
-  int32_t tokens;  // of a tile: 16, 32, 64, 128 or 256
-  int32_t splits;  // parts of K that different CTAs sum
-  float clocks;    // what the model expects
+  int32_t channels;  // of a tile: kW8a16Cooperative, or kW8a16PingPong with at most kW8a16MostPingPongTokens
+  int32_t tokens;    // of a tile: 16, 32, 64, 128 or 256
+  int32_t splits;    // parts of K that different CTAs sum
+  float clocks;      // what the model expects
 };
 
 // Stages of K in one split, the last split's may be fewer; none is empty.
@@ -24,52 +27,63 @@ FUT_HD constexpr int32_t stages_a_split(int32_t stages, int32_t splits) {
   return static_cast<int32_t>(ceil_divide(stages, splits));
 }
 
-FUT_HD constexpr int64_t w8a16_tiles(int64_t m, int64_t n, int tokens) {
-  return ceil_divide(m, tokens) * ceil_divide(n, kW8a16Channels);
+FUT_HD constexpr int64_t w8a16_tiles(int64_t m, int64_t n, int channels, int tokens) {
+  return ceil_divide(m, tokens) * ceil_divide(n, channels);
 }
 
-// Partial sums of all splits in FP32, then a counter for each warpgroup of each tile, which must be zero before the
+// Partial sums of all splits in FP32, then a counter for every 64 channels of each tile, which must be zero before the
 // first use and is left zero.
 FUT_HD constexpr int64_t w8a16_workspace_bytes(int64_t m, int64_t n, const W8a16Plan& plan) {
   if (plan.splits == 1) return 0;
-  const int64_t tiles = w8a16_tiles(m, n, plan.tokens);
-  return tiles * (plan.splits * int64_t{4} * kW8a16Channels * plan.tokens + 2 * int64_t{4});
+  const int64_t tiles = w8a16_tiles(m, n, plan.channels, plan.tokens);
+  return tiles * (plan.splits * int64_t{4} * plan.channels * plan.tokens + plan.channels / 64 * int64_t{4});
 }
 
 // Predicted, not fitted: no card has run it.
 struct W8a16Cost {
   static constexpr double kMemoryBytes = 18.5;  // bytes a clock and SM from memory
-  static constexpr double kConvert = 220.0;     // clocks to convert a stage of weights, both warpgroups
+  static constexpr double kConvert = 110.0;     // clocks to convert 64 channels of a stage
   static constexpr double kUnit = 2500.0;       // first copy to first product, and the epilogue
+  static constexpr double kTurn = 300.0;        // of the same, what the other warpgroup's products do not cover
   static constexpr double kMerge = 1500.0;      // a split's partial sums: written, counted, and for the last read again
 };
 
-constexpr double w8a16_clocks(int64_t m, int64_t n, int64_t k, int tokens, int splits, int sm_count) {
-  const int64_t units = w8a16_tiles(m, n, tokens) * splits;
-  const auto stages = static_cast<double>(stages_a_split(static_cast<int32_t>(ceil_divide(k, kW8a16Stage)), splits));
-  const double tensor = 4.0 * tokens;
+constexpr double w8a16_clocks(int64_t m, int64_t n, int64_t k, const W8a16Plan& plan, int sm_count) {
+  const int64_t units = w8a16_tiles(m, n, plan.channels, plan.tokens) * plan.splits;
+  const auto rounds = static_cast<double>(ceil_divide(units, sm_count));
+  const auto all_stages = static_cast<int32_t>(ceil_divide(k, kW8a16Stage));
+  const auto stages = static_cast<double>(stages_a_split(all_stages, plan.splits));
+  const double parts = plan.channels / 64.0;
+  double stage = 2.0 * plan.tokens * parts;  // the tensor cores
   // Activations are in the L2 after their first use.
-  const double loaded = (kW8a16Channels * kW8a16Stage) / W8a16Cost::kMemoryBytes + tokens * 2.0 * kW8a16Stage / 64.0;
-  const double stage = tensor > loaded ? (tensor > W8a16Cost::kConvert ? tensor : W8a16Cost::kConvert)
-                                       : (loaded > W8a16Cost::kConvert ? loaded : W8a16Cost::kConvert);
-  const double unit = stages * stage + W8a16Cost::kUnit + (splits > 1 ? W8a16Cost::kMerge : 0.0);
-  return static_cast<double>(ceil_divide(units, sm_count)) * unit;
+  const double loaded =
+      (plan.channels * kW8a16Stage) / W8a16Cost::kMemoryBytes + plan.tokens * 2.0 * kW8a16Stage / 64.0;
+  if (stage < loaded) stage = loaded;
+  if (stage < W8a16Cost::kConvert * parts) stage = W8a16Cost::kConvert * parts;
+  const double finish = W8a16Cost::kUnit + (plan.splits > 1 ? W8a16Cost::kMerge : 0.0);
+  // Taking turns, one warpgroup's end of a tile lies under the other's products, but for the last.
+  const double covered = plan.channels == kW8a16PingPong ? (rounds - 1.0) * (finish - W8a16Cost::kTurn) : 0.0;
+  return rounds * (stages * stage + finish) - covered;
 }
 
 // The cheapest plan: the narrowest tile that holds all tokens, or tiles of 256.
 constexpr W8a16Plan plan_w8a16(int64_t m, int64_t n, int64_t k, int sm_count) {
   int tokens = 16;
   while (tokens < m && tokens < 256) tokens *= 2;
-  W8a16Plan best = {tokens, 0, 0.f};
+  W8a16Plan best = {};
   double fewest = 0;
   const auto stages = static_cast<int32_t>(ceil_divide(k, kW8a16Stage));
-  for (int splits = 1; splits <= kW8a16MostSplits; ++splits) {
-    // Every split must have a stage.
-    if (splits > 1 && stages_a_split(stages, splits) * (splits - 1) >= stages) continue;
-    const double clocks = w8a16_clocks(m, n, k, tokens, splits, sm_count);
-    if (best.splits != 0 && clocks >= fewest) continue;
-    fewest = clocks;
-    best = {tokens, splits, static_cast<float>(clocks)};
+  for (const int channels : {kW8a16Cooperative, kW8a16PingPong}) {
+    if (channels == kW8a16PingPong && tokens > kW8a16MostPingPongTokens) continue;
+    for (int splits = 1; splits <= kW8a16MostSplits; ++splits) {
+      // Every split must have a stage.
+      if (splits > 1 && stages_a_split(stages, splits) * (splits - 1) >= stages) continue;
+      const W8a16Plan plan = {channels, tokens, splits, 0.f};
+      const double clocks = w8a16_clocks(m, n, k, plan, sm_count);
+      if (best.splits != 0 && clocks >= fewest) continue;
+      fewest = clocks;
+      best = {channels, tokens, splits, static_cast<float>(clocks)};
+    }
   }
   return best;
 }

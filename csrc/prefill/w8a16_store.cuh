@@ -57,24 +57,22 @@ __device__ __forceinline__ void store_f32_tokens(const float (&d)[kTokens / 2], 
   }
 }
 
-// Adds up all splits' sums of a warpgroup's channels in the warpgroup that comes last; true there. The others only
-// leave theirs. `arrived`: in shared memory, the warpgroup's own.
+// Adds up all splits' sums of 64 channels in the warpgroup that comes last; true there. The others only leave theirs.
+// `part`: which of all tiles' 64 channels. `arrived`: in shared memory, the warpgroup's own.
 template <int kTokens>
-__device__ __forceinline__ bool merge_splits(float (&d)[kTokens / 2], const W8a16Params& p, int64_t tile, int split,
-                                             int warpgroup, uint32_t* arrived) {
+__device__ __forceinline__ bool merge_splits(float (&d)[kTokens / 2], const W8a16Params& p, int64_t part, int64_t parts,
+                                             int split, int warpgroup, uint32_t* arrived) {
   constexpr int kWords = kTokens / 8;  // of four floats a thread
   const int thread = static_cast<int>(threadIdx.x) % 128;
-  const int64_t tiles = static_cast<int64_t>(p.channel_tiles) * p.token_tiles;
   const auto place = [&](int of_split, int word) {
-    const int64_t part = (of_split * tiles + tile) * 2 + warpgroup;
-    return reinterpret_cast<float4*>(p.partial) + (part * kWords + word) * 128 + thread;
+    return reinterpret_cast<float4*>(p.partial) + ((of_split * parts + part) * kWords + word) * 128 + thread;
   };
 #pragma unroll
   for (int word = 0; word < kWords; ++word)
     *place(split, word) = make_float4(d[4 * word], d[4 * word + 1], d[4 * word + 2], d[4 * word + 3]);
   named_barrier<128>(1 + warpgroup);
   if (thread == 0) {
-    uint32_t* counter = &p.counters[tile * 2 + warpgroup];
+    uint32_t* counter = &p.counters[part];
     *arrived = arrive(counter, 1);
     if (*arrived + 1 == static_cast<uint32_t>(p.splits)) *counter = 0;
   }
@@ -86,11 +84,11 @@ __device__ __forceinline__ bool merge_splits(float (&d)[kTokens / 2], const W8a1
   for (int s = 0; s < p.splits; ++s) {
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
-      const float4 part = __ldcg(place(s, word));
-      d[4 * word] += part.x;
-      d[4 * word + 1] += part.y;
-      d[4 * word + 2] += part.z;
-      d[4 * word + 3] += part.w;
+      const float4 sums = __ldcg(place(s, word));
+      d[4 * word] += sums.x;
+      d[4 * word + 1] += sums.y;
+      d[4 * word + 2] += sums.z;
+      d[4 * word + 3] += sums.w;
     }
   }
   return true;

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fut_runtime.commands.bench_gemm import gemm
+from fut_runtime.commands.bench_w8a16 import w8a16
 from fut_runtime.commands.options import numbers
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def bench() -> None:
 
 
 bench.add_command(gemm)
+bench.add_command(w8a16)
 
 
 @bench.command(short_help="Time decode steps.")

@@ -271,6 +271,12 @@ class CacheCopyCall(Structure):
     )
 
 
+class W8A16Tile(Structure):
+    """`fut_w8a16_tile`."""
+
+    _fields_ = (("channels", c_int32), ("tokens", c_int32), ("splits", c_int32))
+
+
 class W8A16Call(Structure):
     """`fut_w8a16_call`."""
 
@@ -291,8 +297,7 @@ class W8A16Call(Structure):
         ("is_fp16", c_int32),
         ("out_is_f32", c_int32),
         ("alpha_is_vector", c_int32),
-        ("tokens", c_int32),
-        ("splits", c_int32),
+        ("tile", W8A16Tile),
     )
 
 
@@ -345,6 +350,7 @@ STRUCTS: dict[str, type[Structure]] = {
     "fut_gemm_tile": GemmTile,
     "fut_page_span": PageSpan,
     "fut_cache_copy_call": CacheCopyCall,
+    "fut_w8a16_tile": W8A16Tile,
     "fut_w8a16_call": W8A16Call,
     "fut_prompts": Prompts,
     "fut_prefill_attention_call": PrefillAttentionCall,
@@ -369,7 +375,7 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
     "fut_gemm_plan": (*(c_int32,) * 7, POINTER(GemmTile)),
     "fut_gemm": (POINTER(GemmCall), c_void_p),
     "fut_cache_copy": (POINTER(CacheCopyCall), c_void_p),
-    "fut_w8a16_plan": (*(c_int32,) * 4, POINTER(c_int32), POINTER(c_int32), POINTER(c_int64)),
+    "fut_w8a16_plan": (*(c_int32,) * 4, POINTER(W8A16Tile), POINTER(c_int64)),
     "fut_w8a16": (POINTER(W8A16Call), c_void_p),
     "fut_prefill_attention": (POINTER(PrefillAttentionCall), c_void_p),
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fut_runtime.cuda.gemm import E4M3, check_matrix, pointer
 from fut_runtime.cuda.library import library
-from fut_runtime.cuda.structs import W8A16Call
+from fut_runtime.cuda.structs import W8A16Call, W8A16Tile
 from fut_runtime.errors import FutError
 
 
@@ -19,23 +19,29 @@ class W8A16Plan:
     """How a product is spread over the card.
 
     Attributes:
-        tokens: of a tile: 16, 32, 64, 128 or 256.
+        channels: of a tile: 128, shared by two warpgroups, or 64, at which they take turns.
+        tokens: of a tile: 16, 32, 64, or of 128 channels also 128 or 256.
         splits: parts of k that are summed apart, 1 to 16.
         workspace_bytes: what the sums of the parts take.
     """
 
+    channels: int
     tokens: int
     splits: int
     workspace_bytes: int
 
 
-def plan(m: int, n: int, k: int, multiprocessors: int, tokens: int = 0, splits: int = 0) -> W8A16Plan:
-    """What the cost model chooses, or the workspace of what is asked for; needs no card."""
-    chosen, parts, nbytes = ctypes.c_int32(tokens), ctypes.c_int32(splits), ctypes.c_int64()
-    library().call(
-        "fut_w8a16_plan", m, n, k, multiprocessors, ctypes.byref(chosen), ctypes.byref(parts), ctypes.byref(nbytes)
-    )
-    return W8A16Plan(chosen.value, parts.value, nbytes.value)
+def plan(
+    m: int, n: int, k: int, multiprocessors: int, channels: int = 0, tokens: int = 0, splits: int = 0
+) -> W8A16Plan:
+    """What the cost model chooses, or the workspace of what is asked for; needs no card.
+
+    Raises:
+        CudaCallError: there is no such tile, or k cannot be split so often.
+    """
+    tile, nbytes = W8A16Tile(channels, tokens, splits), ctypes.c_int64()
+    library().call("fut_w8a16_plan", m, n, k, multiprocessors, ctypes.byref(tile), ctypes.byref(nbytes))
+    return W8A16Plan(tile.channels, tile.tokens, tile.splits, nbytes.value)
 
 
 def multiply(
@@ -81,8 +87,7 @@ def multiply(
         is_fp16=a.dtype == torch.float16,
         out_is_f32=out.dtype == torch.float32,
         alpha_is_vector=alpha.numel() > 1,
-        tokens=chosen.tokens,
-        splits=chosen.splits,
+        tile=W8A16Tile(chosen.channels, chosen.tokens, chosen.splits),
     )
     _run(call, a)
 

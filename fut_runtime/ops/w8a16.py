@@ -12,8 +12,9 @@ from fut_runtime.cuda.gemm import padded_empty
 from fut_runtime.cuda.w8a16 import W8A16Plan
 from fut_runtime.errors import FutError
 
-#: A tactic is tokens of a tile, then the number of parts of k below.
+#: A tactic is tokens of a tile, then the number of parts of k below; this much more where warpgroups take turns.
 _TACTIC_BASE = 100
+_PING_PONG = 100_000
 
 
 def mm_bf16_fp8(
@@ -36,7 +37,9 @@ def mm_bf16_fp8(
         alpha: F32, one or [n]. bias: F32 [n].
         out_dtype: torch.bfloat16 (where None) or torch.float32.
         out: [m, n], rows a multiple of 16 bytes apart, to write into.
-        tactic: 100 · tokens of a tile (16 to 256) + parts of k (1 to 16); 0: the cost model chooses.
+        tactic: 100 · tokens of a tile (16 to 256) + parts of k (1 to 16), of the tile of 128 channels that two
+            warpgroups share; 100,000 more for that of 64 channels (and at most 64 tokens) at which they take turns.
+            0: the cost model chooses.
         workspace: uint8, `mm_bf16_fp8_workspace_bytes` or more, zero before its first use and not used by two streams
             at once. Without it one is made for the call.
 
@@ -74,6 +77,12 @@ mm_fp16_fp8_workspace_bytes = mm_bf16_fp8_workspace_bytes
 def _w8a16(
     a: Tensor, b: Tensor, alpha: Tensor, bias: Tensor | None, out: Tensor, tactic: int, workspace: Tensor | None
 ) -> None:
+    _run(a, b, alpha, bias, out, tactic, workspace)
+
+
+def _run(
+    a: Tensor, b: Tensor, alpha: Tensor, bias: Tensor | None, out: Tensor, tactic: int, workspace: Tensor | None
+) -> None:
     chosen = _plan(a.shape[0], b.shape[0], a.shape[1], tactic, _multiprocessors(a.device.index or 0))
     w8a16.multiply(a, b, alpha, bias, out, chosen, workspace)
 
@@ -108,16 +117,26 @@ def _product(
         chosen = _plan(a.shape[0], b.shape[0], a.shape[1], tactic, _multiprocessors(a.device.index or 0))
         if chosen.workspace_bytes:
             workspace = torch.zeros(chosen.workspace_bytes, dtype=torch.uint8, device=a.device)
-    torch.ops.fut.w8a16(a, b, alpha, bias, out, tactic, workspace)
+    if torch.compiler.is_compiling():
+        torch.ops.fut.w8a16(a, b, alpha, bias, out, tactic, workspace)
+    else:
+        # PyTorch's dispatch of an operator in Python takes longer than all the rest.
+        _run(a, b, alpha, bias, out, tactic, workspace)
     return out
 
 
 @lru_cache(maxsize=4096)
 def _plan(m: int, n: int, k: int, tactic: int, multiprocessors: int) -> W8A16Plan:
-    tokens, splits = divmod(tactic, _TACTIC_BASE)
-    if tactic and (tokens not in (16, 32, 64, 128, 256) or not 1 <= splits <= 16):
-        raise FutError(f"tactic {tactic} is none: 100 times 16, 32, 64, 128 or 256, and 1 to 16 more")
-    return w8a16.plan(m, n, k, multiprocessors, tokens, splits)
+    if not tactic:
+        return w8a16.plan(m, n, k, multiprocessors)
+    ping_pong, rest = divmod(tactic, _PING_PONG)
+    tokens, splits = divmod(rest, _TACTIC_BASE)
+    known = (16, 32, 64) if ping_pong else (16, 32, 64, 128, 256)
+    if ping_pong not in (0, 1) or tokens not in known or not 1 <= splits <= 16:
+        raise FutError(
+            f"tactic {tactic} is none: 100 times 16, 32, 64, 128 or 256, and 1 to 16 more; 100,000 more up to 64"
+        )
+    return w8a16.plan(m, n, k, multiprocessors, 64 if ping_pong else 128, tokens, splits)
 
 
 @lru_cache

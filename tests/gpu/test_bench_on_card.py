@@ -35,3 +35,12 @@ def test_products_are_measured_beside_pytorch(tmp_path: Path) -> None:
     assert [(line["module"], line["m"]) for line in lines][:3] == [("qkv", 64), ("qkv", 300), ("o", 64)]
     for line in lines:
         assert all(0 < us < 1000 for us in line["us"].values()) and all(0.1 < r < 10 for r in line["ratio"].values())
+
+
+def test_w8a16_is_measured_with_every_tactic(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    options = ["--size", "4096", "2048", "--rows", "1,64", "--tactics", "--json", str(file)]
+    run = CliRunner().invoke(main, ["bench", "w8a16", *options])
+    assert run.exit_code == 0, run.output
+    for line in (json.loads(line) for line in file.read_text().splitlines()):
+        assert line["tile"] in line["tactics"] and 0 < line["read_share"] < 1.2 and 0 < line["host_us"] < 100

@@ -9,17 +9,17 @@ from fut_runtime.cuda.library import CudaCallError
 from fut_runtime.errors import FutError
 from fut_runtime.ops import mm_bf16_fp8, mm_bf16_fp8_workspace_bytes, mm_fp16_fp8
 from gemm_matrices import E4M3, operand, vector
-from w8a16_checks import check_product
+from w8a16_checks import TILES, check_product
 
 pytestmark = pytest.mark.usefixtures("built")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
-@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
-def test_awkward_sizes_in_every_tile(dtype: torch.dtype, tokens: int, splits: int) -> None:
+@pytest.mark.parametrize(("channels", "tokens"), TILES)
+def test_awkward_sizes_in_every_tile(dtype: torch.dtype, channels: int, tokens: int, splits: int) -> None:
     for m, n, k in ((1, 7, 1568), (7, 576, 1568), (127, 129, 1537), (tokens, 20000, 1600), (1000, 1568, 2048)):
-        check_product(m, n, k, dtype, tokens, splits)
+        check_product(m, n, k, dtype, channels, tokens, splits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -34,9 +34,9 @@ def test_no_less_accurate_than_casting_the_weights(dtype: torch.dtype) -> None:
         assert (ours.double() - expected).norm() <= (cast.to(dtype).double() - expected).norm() * 1.01, m
 
 
-def test_a_row_is_the_same_with_one_workspace_in_a_graph_and_again() -> None:
+@pytest.mark.parametrize("tactic", [6404, 106404])
+def test_a_row_is_the_same_with_one_workspace_in_a_graph_and_again(tactic: int) -> None:
     a, b, alpha = operand(40, 4096, torch.bfloat16, 1), operand(512, 4096, E4M3, 2), vector(1, 3)
-    tactic = 100 * 64 + 4
     workspace = torch.zeros(mm_bf16_fp8_workspace_bytes(40, 512, 4096, tactic), dtype=torch.uint8, device="cuda")
     first = mm_bf16_fp8(a, b, alpha, tactic=tactic, workspace=workspace)
     graph = torch.cuda.CUDAGraph()
@@ -52,6 +52,8 @@ def test_what_cannot_be_is_refused() -> None:
     a, b, alpha = operand(3, 64, torch.bfloat16, 1), operand(8, 64, E4M3, 2), vector(1, 3)
     with pytest.raises(FutError, match="tactic 1700 is none"):
         mm_bf16_fp8(a, b, alpha, tactic=1700)
+    with pytest.raises(FutError, match="tactic 112801 is none"):
+        mm_bf16_fp8(a, b, alpha, tactic=112801)
     with pytest.raises(FutError, match=r"expected torch\.float16 \[m, k\]"):
         mm_fp16_fp8(a, b, alpha)
     with pytest.raises(CudaCallError, match="k of 64 cannot be split 2 times"):
