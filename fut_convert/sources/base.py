@@ -113,11 +113,11 @@ class Source(ABC):
 
     @property
     def dtype(self) -> str:
-        """Stored type that holds most of the bytes."""
+        """Stored type that holds most of the bytes; BF16 where there is no tensor."""
         sizes: dict[str, int] = {}
         for info in self.tensors.values():
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-        return max(sizes, key=lambda d: sizes[d])
+        return max(sizes, key=lambda d: sizes[d], default="BF16")
 
     def load(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in memory of its own.

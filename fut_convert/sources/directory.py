@@ -264,7 +264,8 @@ def weight_map(index: Mapping[str, Any], where: str) -> dict[str, str]:
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{where}: weight_map is not an object of file names")
-    return files
+    # One file may be named with and without `./`.
+    return {tensor: str(PurePosixPath(file)) if file else file for tensor, file in files.items()}
 
 
 def _resolve_tied(spec: ModelSpec, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> ModelSpec:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fut_convert import plan_conversion
 from fut_convert.errors import CheckpointError, ConvertError, UnsupportedModelError
 from fut_convert.sources import Source, open_source
 from fut_convert.sources.directory import DirectorySource
@@ -133,6 +134,34 @@ def test_only_indexed_files_are_read(tmp_path: Path) -> None:
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
         }
+
+
+def test_names_in_an_index_may_be_spelled_in_several_ways(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "model", shards=2)
+    index = directory / "model.safetensors.index.json"
+    files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    (directory / "weights").mkdir()
+    for name in set(files.values()):
+        (directory / name).rename(directory / "weights" / name)
+    spelled = {
+        tensor: f"./weights/{file}" if number % 2 else f"weights/./{file}"
+        for number, (tensor, file) in enumerate(files.items())
+    }
+    index.write_text(json.dumps({"weight_map": spelled}))
+    with open_source(str(directory)) as source:
+        assert source.check() == []
+        assert source.weight_files == sorted({f"weights/{file}" for file in files.values()})
+
+
+@pytest.mark.parametrize("layout", ["index", "file"])
+def test_no_tensors_at_all(layout: str, tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "model", shards=1 + (layout == "index"))
+    if layout == "index":
+        (directory / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    else:
+        save_file({}, directory / WEIGHTS)
+    plan = plan_conversion(str(directory), tmp_path / "out", overrides={"calibration.enabled": False})
+    assert len(plan.errors) > 10 and all("is missing; the checkpoint is incomplete" in e for e in plan.errors[:9])
 
 
 def test_single_file_beside_an_index_is_preferred_and_said(tmp_path: Path) -> None:
