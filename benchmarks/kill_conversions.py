@@ -46,7 +46,7 @@ TURNS: list[tuple[str, dict[str, Any]]] = [
     ("gptq", {"calibration_processes": 2}),
 ]
 #: The order of the turns. Starting processes takes longer than all the rest.
-ORDER = [0, 1, 2, 3, 1, 0, 2, 4]
+ORDER = [0, 1, 2] * 4 + [3] + [0, 1, 2] * 4 + [4]
 
 
 def survive(out: Path, checkpoint: Path, turn: int, total: int, draw: random.Random, most: int) -> tuple[int, int]:
@@ -95,11 +95,12 @@ def run(workdir: Path, keep: Path, kills: int, seed: int, most: int, seconds: fl
     """Kill so many times, or for so long, and sum up."""
     draw, started = random.Random(seed), time.monotonic()
     checkpoint, totals, expected = undisturbed(keep)
+    first = draw.randrange(len(ORDER))
     done = equal = anew = artifacts = 0
     times: Counter[int] = Counter()
     # Where the time is short, each seed begins with another turn.
     while done < kills and time.monotonic() - started < seconds:
-        turn = ORDER[(3 * seed + artifacts) % len(ORDER)]
+        turn = ORDER[(first + artifacts) % len(ORDER)]
         out = workdir / "out"
         killed, nothing_saved = survive(out, checkpoint, turn, totals[turn], draw, min(most, kills - done))
         # Killed behind the renaming, an artifact is whole; what was to go after it goes with the next command.

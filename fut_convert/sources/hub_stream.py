@@ -50,8 +50,12 @@ class StreamedSource(DirectorySource):
         super().__init__(root, identity)
 
     def bytes_to_come(self, place: Path | None = None) -> int:
-        here = place is None or place.stat().st_dev == self.location.stat().st_dev
-        return sum(shard.file.size for shard in self._shards.values()) if here and not self._streaming else 0
+        if self._streaming or (place is not None and place.stat().st_dev != self.location.stat().st_dev):
+            return 0
+        # Older versions of huggingface_hub go on with what an interrupted download has left under this name.
+        begun = [self.location.parents[1] / "blobs" / f"{shard.file.oid}.incomplete" for shard in self._shards.values()]
+        there = sum(path.stat().st_size for path in begun if path.is_file())
+        return max(0, sum(shard.file.size for shard in self._shards.values()) - there)
 
     def stream_plan(self, order: ReadingOrder) -> StreamPlan | None:
         return self._stream_plan(order) if self._streaming else None

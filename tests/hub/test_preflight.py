@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections import namedtuple
@@ -95,6 +96,14 @@ def test_a_disk_too_small(
     for message in messages:
         assert message.format(cache=tmp_path / "hub-cache") in said
     assert fetched_whole(hub) == 0 and cached_weights(tmp_path) == []
+
+
+def test_what_an_interrupted_download_has_left_is_not_counted_twice(checkpoint: Path, tmp_path: Path) -> None:
+    before = plan_conversion(MODEL, tmp_path / "out", overrides=QUICK).fetch_bytes
+    content = (checkpoint / "model-00002-of-00003.safetensors").read_bytes()
+    (blobs,) = (tmp_path / "hub-cache").rglob("blobs")
+    (blobs / f"{hashlib.sha256(content).hexdigest()}.incomplete").write_bytes(content[:100_000])
+    assert plan_conversion(MODEL, tmp_path / "out", overrides=QUICK).fetch_bytes == before - 100_000
 
 
 def test_a_hub_that_gives_no_parts_is_asked_for_the_whole(hub: LocalHub, tmp_path: Path) -> None:
