@@ -29,7 +29,8 @@ KERNEL_TESTS = {
     "test_cuda_projection": 20, "test_cuda_attention": 25, "test_cuda_sampling": 15, "test_cuda_backend": 100,
 }  # fmt: skip
 OTHER_TESTS = {
-    "test_gemm": 50, "test_prefill": 20, "test_ops_on_card": 40, "test_w8a16": 30, "test_bench_on_card": 30,
+    "test_gemm": 50, "test_prefill": 20, "test_prefill_attention": 60, "test_ops_on_card": 50, "test_w8a16": 30,
+    "test_bench_on_card": 35,
     "test_cuda_read_bandwidth": 10, "test_gptq_on_the_card": 30, "test_card_against_cpu": 100,
 }  # fmt: skip
 #: The most valuable first, for 25 minutes; the other groups are run by name.
@@ -113,6 +114,14 @@ def speed_steps(out: Path) -> list[Step]:
             "prefill", "w8a16_down", [*w8a16, "--size", "4096", "14336", "--tactics", "--rows", "1,16,64,2048"], 25, 60
         ),
         Step("prefill", "gemm_405b", [*gemm, "--shape", "405b", "--rows", "512,2048"], 45, 90),
+    ]
+    attention = [*fut_run, "bench", "attention", "--json", str(out / "prefill_attention.jsonl")]
+    found += [
+        Step("prefill", "attention_8b", [*attention, "--prompts", "512,2048,8192,16384,8x2048,2048+7x128"], 25, 60),
+        Step("prefill", "attention_32", [*attention, "--kv-heads", "32", "--prompts", "2048,8192,16384"], 20, 60),
+        Step("prefill", "attention_1b", [*attention, "--shape", "1b", "--prompts", "2048,8192"], 15, 60),
+        Step("prefill", "attention_80", [*attention, "--head-dim", "80", "--prompts", "2048"], 15, 60),
+        Step("prefill", "attention_96", [*attention, "--head-dim", "96", "--prompts", "2048"], 15, 60),
     ]
     for name, option in (("decode_projections", "--out"), ("attention_decode", "--output"), ("sampling", "--out")):
         command = [python, f"benchmarks/{name}.py", option, str(out / f"{name}.jsonl")]

@@ -28,11 +28,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_AVAILABLE = 77
 #: Exit code for errors that the tool finds, none of pytest's.
 FOUND = 99
-#: Test file -> the tests of it, in pytest's -k; every kernel of a step is in one of them.
+#: Test file -> the tests of it, in pytest's -k; every kernel of a step is in one of them, and prompts' attention.
 SMALL = {
     "test_cuda_projection": "test_extreme or (test_products and (48-64 or 100-960))",
     "test_cuda_attention": "(test_chunks_of_prompts and 64) or test_the_counters",
     "test_cuda_sampling": "test_tokens_are_the_hosts and (31 or 1000) and (ties or masked)",
+    "test_prefill_attention": "test_output_in_e4m3 or test_what_a_row or (test_chunks and 3-1 and (64 or 128))",
     "test_cuda_backend": "test_a_refused_step or test_a_cancelled or (alone_and_in_company and (2 or 9))",
 }
 #: What the tool says where it cannot work on a machine.

@@ -32,6 +32,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "gemm<fut::E4m3": ("QGMMA", "UTMALDG", "USETMAXREG"),
     "gemm<fut::Bf16": ("HGMMA", "UTMALDG", "USETMAXREG"),
     "w8a16<": ("HGMMA", "UTMALDG", "USETMAXREG"),
+    "prefill_attention<": ("HGMMA", "UTMALDG", "USETMAXREG"),
 }
 #: Local memory: registers that were spilled, or an array with an index that is not known at compile time.
 FORBIDDEN = ("LDL", "STL")

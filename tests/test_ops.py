@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fut_runtime.cuda.gemm import padded_empty
 from fut_runtime.errors import FutError
-from fut_runtime.ops import mm_bf16, mm_fp8
+from fut_runtime.ops import mm_bf16, mm_fp8, prefill_attention
 
 E4M3 = torch.float8_e4m3fn
 
@@ -58,3 +58,32 @@ def test_the_compiler_knows_shapes_types_and_strides() -> None:
 def test_padded_rows_are_multiples_of_16_bytes_apart(dtype: torch.dtype, columns: int, stride: int) -> None:
     matrix = padded_empty(3, columns, dtype, "cpu")
     assert tuple(matrix.shape) == (3, columns) and matrix.stride() == (stride, 1)
+
+
+def attention_inputs(dtype: torch.dtype = torch.bfloat16, heads: int = 6, head_dim: int = 80) -> list[torch.Tensor]:
+    pages = torch.zeros(3, 2, 64, 80, dtype=torch.bfloat16)
+    numbers = [torch.zeros(size, dtype=torch.int32) for size in (3, 2, 2)]
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    return [torch.zeros(9, heads, head_dim, dtype=dtype), pages, pages, table, *numbers]
+
+
+def test_attention_of_other_types_and_shapes_is_refused() -> None:
+    for inputs, message in (
+        (attention_inputs(torch.float16), r"q is torch.float16 \[9, 6, 80\], expected torch.bfloat16"),
+        (attention_inputs(head_dim=72), r"\[9, 6, 72\], expected .* a head_dim of 64, 80, 96, 128"),
+        (
+            attention_inputs(head_dim=64),
+            r"keys are torch.bfloat16 \[3, 2, 64, 80\], expected .*\[pages, kv_heads, 64, 64\]",
+        ),
+        (attention_inputs(heads=5), "with a divisor of 5 KV heads"),
+        (attention_inputs(), r"q is .* on cpu, expected contiguous torch.bfloat16 \[9, 6, 80\] on a card"),
+    ):
+        with pytest.raises(FutError, match=message):
+            prefill_attention(*inputs)
+
+
+def test_the_compiler_knows_attentions_shape() -> None:
+    with FakeTensorMode():
+        q, *others = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in attention_inputs())
+        out = prefill_attention(q, *others)
+        assert (out.shape, out.dtype, out.stride()) == (q.shape, q.dtype, q.stride())

@@ -45,7 +45,7 @@ extern "C" int64_t fut_prefill_attention_workspace_bytes(int32_t, int32_t, int32
   return fut::kPrefillAttentionWorkspace;
 }
 
-extern "C" fut_status fut_prefill_attention(const fut_prefill_attention_call* c, void*) {
+extern "C" fut_status fut_prefill_attention(const fut_prefill_attention_call* c, void* stream) {
   using namespace fut;
   const fut_attention_shape& s = c->shape;
   if (s.head_dim != 64 && s.head_dim != 80 && s.head_dim != 96 && s.head_dim != 128)
@@ -72,5 +72,22 @@ extern "C" fut_status fut_prefill_attention(const fut_prefill_attention_call* c,
     return fail(FUT_INVALID, "fut_prefill_attention: the workspace has %lld bytes, needs %lld",
                 static_cast<long long>(c->workspace == nullptr ? 0 : c->workspace_bytes),
                 static_cast<long long>(kPrefillAttentionWorkspace));
-  return fail(FUT_INVALID, "fut_prefill_attention: this build has no kernel for it yet");
+  if (c->prompts.rows == 0) return FUT_OK;
+  static_assert(sizeof(unsigned long long) == sizeof *c->quantized.saturated, "a counter is 64 bits");
+  PrefillAttentionCall call = {};
+  call.k = k;
+  call.v = v;
+  call.q = static_cast<const uint8_t*>(c->q);
+  call.prompts = c->prompts;
+  call.kv_heads = s.kv_heads;
+  call.group = s.heads / s.kv_heads;
+  call.head_dim = s.head_dim;
+  call.out = static_cast<uint8_t*>(c->out);
+  call.out_stride_bytes = 2 * c->out_stride;
+  call.out_scale = c->quantized.scale;
+  call.quantized = {static_cast<uint8_t*>(c->quantized.data), c->quantized.stride, c->quantized.amax,
+                    reinterpret_cast<unsigned long long*>(c->quantized.saturated)};
+  call.counters = static_cast<uint32_t*>(c->workspace);
+  call.stream = static_cast<cudaStream_t>(stream);
+  return launch_prefill_attention(call);
 }

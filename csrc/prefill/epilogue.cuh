@@ -54,6 +54,14 @@ struct QuantizedRecord {
     amax[half] = max_with_nan(amax[half], most);
   }
 
+  template <int kCount>
+  __device__ __forceinline__ void note(const float2 (&pairs)[kCount], float inverse, int half) {
+    float x[2 * kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[2 * i] = pairs[i].x, x[2 * i + 1] = pairs[i].y;
+    note(x, inverse, half);
+  }
+
   template <int kTileN>
   __device__ __forceinline__ void publish(const QuantizedOut& out, const EpilogueTile<kTileN>& tile) {
     const auto larger = [](uint32_t a, uint32_t b) { return a > b ? a : b; };
@@ -72,10 +80,21 @@ struct QuantizedRecord {
         if (tile.has_row(1)) atomicMax(&out.amax[second], bits[1]);
       }
     }
-    if (out.saturated != nullptr) {
-      const uint32_t count = __reduce_add_sync(~0u, saturated);
-      if (tile.lane == 0 && count != 0) atomicAdd(out.saturated, static_cast<unsigned long long>(count));
-    }
+    publish_count(out, tile.lane);
+  }
+
+  // The same where all of a warp's rows belong to one request; rows that are not there have noted nothing.
+  __device__ __forceinline__ void publish(const QuantizedOut& out, int request, int lane) {
+    const uint32_t upper = __float_as_uint(amax[0]), lower = __float_as_uint(amax[1]);
+    const uint32_t most = __reduce_max_sync(~0u, upper > lower ? upper : lower);
+    if (out.amax != nullptr && lane == 0) atomicMax(&out.amax[request], most);
+    publish_count(out, lane);
+  }
+
+  __device__ __forceinline__ void publish_count(const QuantizedOut& out, int lane) {
+    if (out.saturated == nullptr) return;
+    const uint32_t count = __reduce_add_sync(~0u, saturated);
+    if (lane == 0 && count != 0) atomicAdd(out.saturated, static_cast<unsigned long long>(count));
   }
 };
 

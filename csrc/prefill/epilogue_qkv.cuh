@@ -13,7 +13,6 @@ struct StoreQkv {
   static constexpr int kHeadDim = kDim;
   static constexpr int kPromotedTileN = 256;
   static constexpr int kColumns8 = kDim / 8;  // eights of columns of a head
-  static constexpr int kGroups = (kColumns8 + 3) / 4;
 
   template <int kTileN>
   __device__ __forceinline__ static void store(const Params& p, float (&d)[kTileN / 2],
@@ -34,7 +33,7 @@ struct StoreQkv {
           if (norm != nullptr) normalize(x, norm, p.eps, tile.lane);
           if (tile.has_row(half)) turn(x, p, tile.vectors.position[tile.upper + 8 * half], tile.lane);
         }
-        write(x, tile.has_row(half) ? place(p, tile, number, half) : nullptr, tile.lane);
+        store_bf16_row(x, tile.has_row(half) ? place(p, tile, number, half) : nullptr, tile.lane);
       }
     }
   }
@@ -77,21 +76,6 @@ struct StoreQkv {
     const int64_t page = tile.vectors.page[tile.upper + 8 * half];
     const int64_t token = (page * p.kv_heads + head) * FUT_PAGE_TOKENS + position % FUT_PAGE_TOKENS;
     return (is_key ? p.k : p.v) + token * (2 * kDim);
-  }
-
-  __device__ __forceinline__ static void write(const float2 (&x)[kColumns8], uint8_t* to, int lane) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      uint32_t w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int j = 4 * group + i;
-        w[i] = j < kColumns8 ? pack_bf16(x[j < kColumns8 ? j : 0].x, x[j < kColumns8 ? j : 0].y) : 0u;
-      }
-      quad_transpose(w, lane);
-      const int j = 4 * group + (lane & 3);
-      if (to != nullptr && j < kColumns8) store_bytes(to + 16 * j, w, 16);
-    }
   }
 };
 

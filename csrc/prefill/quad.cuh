@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "../ptx/pack.cuh"
+
 namespace fut {
 
 // w[i] of lane q of the quad becomes w[q] of lane i. Its own inverse.
@@ -34,6 +36,24 @@ __device__ __forceinline__ void store_bytes(void* to, const uint32_t (&w)[4], in
   for (int i = 0; i < bytes; ++i) {
     const uint32_t word = i < 8 ? (i < 4 ? w[0] : w[1]) : (i < 12 ? w[2] : w[3]);
     static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(word >> i % 4 * 8);
+  }
+}
+
+// One row in BF16: columns 8 j + 2 (lane % 4) and the next of x[j], every lane of a quad with its share. Null: only the
+// exchange.
+template <int kEights>
+__device__ __forceinline__ void store_bf16_row(const float2 (&x)[kEights], uint8_t* to, int lane) {
+#pragma unroll
+  for (int group = 0; group < (kEights + 3) / 4; ++group) {
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = 4 * group + i;
+      w[i] = j < kEights ? pack_bf16(x[j < kEights ? j : 0].x, x[j < kEights ? j : 0].y) : 0u;
+    }
+    quad_transpose(w, lane);
+    const int j = 4 * group + (lane & 3);
+    if (to != nullptr && j < kEights) store_bytes(to + 16 * j, w, 16);
   }
 }
 

@@ -25,6 +25,11 @@ fut_status encoder(Encode* encode) {
   return FUT_OK;
 }
 
+CUtensorMapSwizzle swizzle_of(int row_bytes) {
+  if (row_bytes == 128) return CU_TENSOR_MAP_SWIZZLE_128B;
+  return row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
 }  // namespace
 
 fut_status check_view(const MatrixView& view, int element_bytes) {
@@ -57,8 +62,7 @@ fut_status describe_operand(const MatrixView& view, int element_bytes, int box_r
   const CUresult result =
       encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
              const_cast<void*>(view.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             swizzle_of(row_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return fail(FUT_CUDA, "cuTensorMapEncodeTiled of %s [%lld, %lld] failed with %d", view.name,
                 static_cast<long long>(view.rows), static_cast<long long>(view.columns), static_cast<int>(result));

@@ -20,7 +20,7 @@ struct MatrixView {
 // that are multiples of 16.
 fut_status check_view(const MatrixView& view, int element_bytes);
 
-// Describes boxes of `box_rows` rows by `row_bytes` (128, as wgmma wants them, or 64), swizzled; what lies outside of
+// Describes boxes of `box_rows` rows by `row_bytes` (128, 64 or 32), swizzled as wgmma wants them; what lies outside of
 // the matrix is read as zero. `element_bytes` 1: E4M3, 2: BF16 or FP16.
 fut_status describe_operand(const MatrixView& view, int element_bytes, int box_rows, int row_bytes, CUtensorMap* map);
 

@@ -12,6 +12,12 @@ __device__ __forceinline__ void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
+// Arrives at such a barrier and waits for nothing; kThreads counts these threads and those that wait.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
 // threadIdx.x, read anew: what follows from it need not be kept in registers until it is used.
 __device__ __forceinline__ uint32_t thread_read_anew() {
   uint32_t thread;

@@ -1,5 +1,5 @@
 // Warpgroup MMA (PTX ISA, wgmma): D[64, N] += A[64, K] B[N, K]^T with FP32 accumulators. B, and A where it is not in
-// registers, lie in shared memory as 128-byte rows in the swizzle that a tensor copy makes (tensor_copy.cuh).
+// registers, lie in shared memory as rows in the swizzle that a tensor copy makes (tensor_copy.cuh).
 //
 // Thread t of the warpgroup holds of D the rows 16 (t / 32) + (t % 32) / 4 and 8 below, and in d[4 j .. 4 j + 3] their
 // columns 8 j + 2 (t % 4) and the next: two of the upper row, then two of the lower.
@@ -20,11 +20,26 @@ struct Bf16 {
   static constexpr int kBytes = 2;
 };
 
-// Describes rows of 128 bytes, 128B swizzle, eight rows 1024 bytes after the eight before. The address must be a
-// multiple of 1024; add 2 for each 32 bytes along a row.
+// Swizzles of rows of 128, 64 and 32 bytes, as descriptors name them.
+template <int kRowBytes>
+inline constexpr uint64_t kSwizzleOf = kRowBytes == 128  ? 1
+                                       : kRowBytes == 64 ? 2
+                                                         : 3;
+
+// Describes rows of so many bytes along K, swizzled, one behind the other. The address must be a multiple of eight
+// rows' bytes; add 2 for each 32 bytes along a row.
+template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t swizzled_rows(const void* shared) {
-  constexpr uint64_t kEightRows = 1024 >> 4, kSwizzle128 = 1;
-  return (shared_address(shared) & 0x3ffff) >> 4 | 1ull << 16 | kEightRows << 32 | kSwizzle128 << 62;
+  constexpr uint64_t kEightRows = 8 * kRowBytes >> 4;
+  return (shared_address(shared) & 0x3ffff) >> 4 | 1ull << 16 | kEightRows << 32 | kSwizzleOf<kRowBytes> << 62;
+}
+
+// The same for rows along N, for B read transposed: row k holds kRowBytes of N, and further N lies `kBlockBytes` after.
+// Add kRowBytes >> 4 for each row of K.
+template <int kRowBytes, int kBlockBytes>
+__device__ __forceinline__ uint64_t swizzled_columns(const void* shared) {
+  constexpr uint64_t kEightRows = 8 * kRowBytes >> 4, kBlock = kBlockBytes >> 4;
+  return (shared_address(shared) & 0x3ffff) >> 4 | kBlock << 16 | kEightRows << 32 | kSwizzleOf<kRowBytes> << 62;
 }
 
 // Before the first wgmma that reads registers (accumulators, or A) which ordinary instructions have written.

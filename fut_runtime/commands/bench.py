@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fut_runtime.commands.bench_attention import attention
 from fut_runtime.commands.bench_gemm import gemm
 from fut_runtime.commands.bench_w8a16 import w8a16
 from fut_runtime.commands.options import numbers
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 @click.group(short_help="Measure against the card and PyTorch.")
 def bench() -> None:
-    """Measure how fast this card decodes, and how fast it multiplies for prompts."""
+    """Measure how fast this card decodes, and how fast it multiplies and attends for prompts."""
 
 
 bench.add_command(gemm)
 bench.add_command(w8a16)
+bench.add_command(attention)
 
 
 @bench.command(short_help="Time decode steps.")

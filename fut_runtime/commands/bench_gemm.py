@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from fut_runtime.commands.bench_setup import append_line, card_and_facts, named_shape
 from fut_runtime.commands.options import numbers
 
 if TYPE_CHECKING:
@@ -45,27 +45,14 @@ def gemm(shape: str, rows: list[int], json_file: Path | None) -> None:
       fut-run bench gemm --shape 8b --rows 512,2048
       fut-run bench gemm --shape 405b --rows 2048 --json results.jsonl
     """
-    import torch
-
-    from fut_runtime.backend import check_device
     from fut_runtime.bench.gemm import measure
-    from fut_runtime.bench.machine import machine_facts
-    from fut_runtime.bench.shapes import SHAPES
-    from fut_runtime.cuda.load import check_card
-    from fut_runtime.errors import FutError
 
-    name = shape.lower()
-    if name not in SHAPES:
-        raise FutError(f"--shape is {shape!r}, expected one of {', '.join(SHAPES)}")
-    check_device("cuda")
-    device = check_card(torch.device("cuda"))
-    facts = machine_facts(device)
+    name, model = named_shape(shape)
+    device, facts = card_and_facts()
     results = []
-    for result in measure(SHAPES[name], rows, device):
+    for result in measure(model, rows, device):
         results.append(result)
-        if json_file is not None:
-            with json_file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"bench": "gemm", "shape": name, **result.to_json(), **facts}) + "\n")
+        append_line(json_file, {"bench": "gemm", "shape": name, **result.to_json(), **facts})
     print_table(name, str(facts["card"]), results)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from fut_runtime.commands.bench_setup import append_line, card_and_facts
 from fut_runtime.commands.options import numbers
 
 if TYPE_CHECKING:
@@ -43,27 +43,19 @@ def w8a16(sizes: Sequence[tuple[int, int]], rows: list[int], tactics: bool, json
       fut-run bench w8a16 --rows 1,2,4,8,16,32,64
       fut-run bench w8a16 --size 4096 14336 --rows 1,2048 --tactics --json results.jsonl
     """
-    import torch
-
-    from fut_runtime.backend import check_device
-    from fut_runtime.bench.machine import machine_facts
     from fut_runtime.bench.timing import read_bandwidth
     from fut_runtime.bench.w8a16 import measure
-    from fut_runtime.cuda.load import check_card
     from fut_runtime.errors import FutError
 
     if any(min(size) < 1 for size in sizes):
         raise FutError(f"--size is {list(sizes)}, expected whole numbers of at least 1")
-    check_device("cuda")
-    device = check_card(torch.device("cuda"))
+    device, facts = card_and_facts()
     bandwidth = read_bandwidth(device)
-    facts = machine_facts(device) | {"read_GB_per_s": round(bandwidth / 1e9)}
+    facts["read_GB_per_s"] = round(bandwidth / 1e9)
     results = []
     for result in measure(sizes, rows, device, bandwidth, tactics=tactics):
         results.append(result)
-        if json_file is not None:
-            with json_file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"bench": "w8a16", **result.to_json(), **facts}) + "\n")
+        append_line(json_file, {"bench": "w8a16", **result.to_json(), **facts})
     print_table(str(facts["card"]), bandwidth, results)
 
 

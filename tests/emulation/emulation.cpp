@@ -73,15 +73,17 @@ bool progress;
 
 Cta& cta() { return *ctas[current / block_threads]; }
 
+void arrive(Rendezvous& place, int threads) {
+  if (++place.arrived < threads) return;
+  place.arrived = 0;
+  ++place.generation;
+  progress = true;
+}
+
 void meet(Rendezvous& place, int threads) {
   const uint64_t generation = place.generation;
-  if (++place.arrived == threads) {
-    place.arrived = 0;
-    ++place.generation;
-    progress = true;
-  } else {
-    while (place.generation == generation) yield();
-  }
+  arrive(place, threads);
+  while (place.generation == generation) yield();
 }
 
 void settle(Barrier& barrier) {
@@ -220,6 +222,8 @@ const uint64_t* warp_gather(uint64_t value) {
 }
 
 void cta_barrier(int id, int threads) { meet(cta().barriers[id], threads); }
+
+void cta_barrier_arrive(int id, int threads) { arrive(cta().barriers[id], threads); }
 
 void cluster_barrier() { meet(cluster, block_threads * cluster_size); }
 

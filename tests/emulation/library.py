@@ -16,7 +16,8 @@ SOURCES = (
     "decode/projection.cu", "decode/attention.cu", "decode/embed.cu",
     "host/decoder.cu", "host/project.cu", "host/sample.cu", "host/error.cu", "host/gemm.cu", "prefill/tensor_map.cu",
     "prefill/gemm_store_bf16.cu", "prefill/gemm_store_f32.cu", "prefill/gemm_residual.cu", "prefill/gemm_swiglu.cu",
-    "prefill/gemm_qkv.cu", "prefill/cache_copy.cu", "prefill/w8a16.cu", "host/prefill_attention.cu",
+    "prefill/gemm_qkv.cu", "prefill/cache_copy.cu", "prefill/w8a16.cu", "prefill/attention.cu",
+    "host/prefill_attention.cu",
 )  # fmt: skip
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-x", "c++")
 
@@ -45,7 +46,7 @@ def build(directory: Path, compiler: str) -> Path:
     sources = [*(tree / name for name in SOURCES), HERE / "emulation.cpp", HERE / "not_emulated.cpp"]
 
     def compile_one(source: Path) -> Path:
-        target = directory / f"{source.stem}.o"
+        target = directory / f"{source.parent.name}_{source.stem}.o"
         includes = ("-I", str(HERE / "include"), "-I", str(tree))
         command = [compiler, *FLAGS, *includes, "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 import gemm_checks
-import gemm_matrices
+from emulation.conftest import OnTheHost
 from fut_runtime.cuda import gemm
-from fut_runtime.cuda.library import Library
-from fut_runtime.cuda.structs import Accumulation, GemmCall
+from fut_runtime.cuda.structs import Accumulation
 from gemm_checks import BF16, TILES
 from gemm_matrices import E4M3
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(emulated: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`fut_runtime.cuda.gemm` runs in the emulation, on tensors of the CPU."""
-
-    def run(call: GemmCall, a: Tensor, b: Tensor) -> None:
-        emulated.call("fut_gemm", ctypes.byref(call), None)
-
-    def check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str, *, dense: bool = False) -> None:
-        assert tensor.dtype == dtype and tuple(tensor.shape) == shape, name
-
-    monkeypatch.setattr(gemm, "_run", run)
-    monkeypatch.setattr(gemm, "check_matrix", check)
-    with gemm_matrices.emulated():
+def emulation(on_the_host: OnTheHost) -> Iterator[None]:
+    """`fut_runtime.cuda.gemm` runs in the emulation."""
+    with on_the_host(gemm, "fut_gemm"):
         yield
 
 

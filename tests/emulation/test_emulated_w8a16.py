@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-import gemm_matrices
+from emulation.conftest import OnTheHost
 from fut_runtime.cuda import w8a16
-from fut_runtime.cuda.library import Library
-from fut_runtime.cuda.structs import W8A16Call
 from w8a16_checks import check_product
 
 
 @pytest.fixture(autouse=True)
-def on_the_host(emulated: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`fut_runtime.cuda.w8a16` runs in the emulation, on tensors of the CPU."""
-
-    def run(call: W8A16Call, a: Tensor) -> None:
-        emulated.call("fut_w8a16", ctypes.byref(call), None)
-
-    def check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str, *, dense: bool = False) -> None:
-        assert tensor.dtype == dtype and tuple(tensor.shape) == shape, name
-
-    monkeypatch.setattr(w8a16, "_run", run)
-    monkeypatch.setattr(w8a16, "check_matrix", check)
-    with gemm_matrices.emulated():
+def emulation(on_the_host: OnTheHost) -> Iterator[None]:
+    """`fut_runtime.cuda.w8a16` runs in the emulation."""
+    with on_the_host(w8a16, "fut_w8a16"):
         yield
 
 

@@ -44,3 +44,15 @@ def test_w8a16_is_measured_with_every_tactic(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     for line in (json.loads(line) for line in file.read_text().splitlines()):
         assert line["tile"] in line["tactics"] and 0 < line["read_share"] < 1.2 and 0 < line["host_us"] < 100
+
+
+def test_attention_is_measured_beside_pytorch(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    options = ["--shape", "1b", "--prompts", "300,100+3x64", "--json", str(file)]
+    run = CliRunner().invoke(main, ["bench", "attention", *options])
+    assert run.exit_code == 0, run.output
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["case"] for line in lines] == ["300", "100+3x64"]
+    for line in lines:
+        assert {"fut_bf16", "fut_e4m3", "torch_flash"} <= set(line["us"])
+        assert all(0 < us < 1000 for us in line["us"].values()) and all(0.1 < r < 10 for r in line["ratio"].values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fut_runtime.ops import mm_bf16, mm_fp8
+from attention_checks import Setting
+from fut_runtime.ops import mm_bf16, mm_fp8, prefill_attention
 from gemm_matrices import Product, relative, vector
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -34,3 +35,24 @@ def test_products_in_a_compiled_function() -> None:
         return 2 * mm_bf16(a, b, out_dtype=torch.float32)
 
     assert relative(twice(product.a, product.b), 2 * product.sum) <= 1e-5
+
+
+def test_attention_alone_in_a_graph_and_compiled() -> None:
+    setting = Setting.random([(0, 200), (64, 30)], 8, 2, 128)
+    history, prompts = setting.history, setting.prompts
+    others = (history.keys, history.values, history.page_table)
+    others += (prompts.first_row, prompts.first_position, prompts.slot)
+    expected = setting.run().unflatten(1, (8, 128))
+    assert torch.equal(prefill_attention(setting.q, *others), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = prefill_attention(setting.q, *others, max_chunk=200)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+    @torch.compile
+    def twice(q: torch.Tensor) -> torch.Tensor:
+        return 2 * prefill_attention(q, *others)
+
+    assert torch.equal(twice(setting.q), 2 * expected)

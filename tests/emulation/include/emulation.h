@@ -70,6 +70,7 @@ void* pointer_of(uint64_t place);
 void yield();
 const uint64_t* warp_gather(uint64_t value);  // all lanes' values; every lane calls it
 void cta_barrier(int id, int threads);
+void cta_barrier_arrive(int id, int threads);  // without waiting
 void cluster_barrier();
 
 void barrier_init(uint64_t* barrier, uint32_t arrivals);

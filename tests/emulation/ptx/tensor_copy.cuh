@@ -1,10 +1,10 @@
-// Copies of boxes with the swizzle of 128 bytes: the 16 bytes number i of row r go to number i ^ (r % 8); and of 64
-// bytes: to i ^ (r / 2 % 4).
+// Copies of boxes with a swizzle (swizzle.h).
 
 #pragma once
 #include <cuda.h>
 
 #include "bulk_copy.cuh"
+#include "swizzle.h"
 
 namespace fut {
 
@@ -15,9 +15,7 @@ inline void land_box(uint8_t* to, const CUtensorMap& map, int column, int row) {
     for (uint32_t b = 0; b < map.row_bytes; ++b) {
       const uint64_t x = column + b / map.element_bytes, y = static_cast<uint64_t>(row) + r;
       const bool inside = x < map.columns && y < map.rows;
-      const uint32_t turn = map.row_bytes == 128 ? r & 7 : r / 2 & 3;
-      const uint32_t place = r * map.row_bytes + ((b / 16) ^ turn) * 16 + b % 16;
-      to[place] = inside ? map.data[y * map.stride + x * map.element_bytes + b % map.element_bytes] : 0;
+      to[swizzled(r * map.row_bytes + b, map.row_bytes)] = inside ? map.data[y * map.stride + x * map.element_bytes + b % map.element_bytes] : 0;
     }
 }
 

@@ -6,6 +6,7 @@
 
 #include "bulk_copy.cuh"
 #include "mma.cuh"
+#include "swizzle.h"
 
 namespace fut {
 
@@ -16,8 +17,19 @@ struct Bf16 {
   static constexpr int kBytes = 2;
 };
 
-// Descriptors count 16 bytes, as the card's do.
-inline uint64_t swizzled_rows(const void* shared) { return reinterpret_cast<uint64_t>(shared) >> 4; }
+// Descriptors count 16 bytes and have the swizzle on top, as the card's do; from bit 44 on, the bytes between blocks of
+// columns.
+inline constexpr int kDescriptorBlock = 44;
+template <int kRowBytes = 128>
+inline uint64_t swizzled_rows(const void* shared) {
+  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  if (reinterpret_cast<uint64_t>(shared) % (8 * kRowBytes) != 0) std::abort();
+  return reinterpret_cast<uint64_t>(shared) >> 4 | kSwizzle << 62;
+}
+template <int kRowBytes, int kBlockBytes>
+inline uint64_t swizzled_columns(const void* shared) {
+  return swizzled_rows<kRowBytes>(shared) | static_cast<uint64_t>(kBlockBytes >> 4) << kDescriptorBlock;
+}
 inline void wgmma_fence() {}
 
 using WgmmaGroup = std::vector<std::function<void()>>;
@@ -46,11 +58,18 @@ inline void wgmma_wait() {
 template <int kCount>
 inline void settle(float (&)[kCount]) {}
 
-// The byte `offset` bytes after a descriptor's along a row: `descriptor` is of the first row, 0 to 96 bytes along it.
+// The byte `offset` bytes along row `row` of what a descriptor describes.
 inline const uint8_t* wgmma_place(uint64_t descriptor, int row, int offset) {
-  const uint64_t first = descriptor << 4, start = first & ~uint64_t{127};
-  const uint64_t along = (first & 127) + static_cast<uint64_t>(offset);
-  return reinterpret_cast<const uint8_t*>(start + row * 128 + ((along / 16) ^ (row & 7)) * 16 + along % 16);
+  const uint32_t row_bytes = 256u >> (descriptor >> 62);
+  const uint64_t first = (descriptor & ((1ull << kDescriptorBlock) - 1)) << 4;
+  return reinterpret_cast<const uint8_t*>(swizzled(first + row * row_bytes + offset, row_bytes));
+}
+
+// The same of the two bytes of column n, where rows lie along N.
+inline const uint8_t* wgmma_transposed_place(uint64_t descriptor, int row, int n) {
+  const int columns = 128 >> (descriptor >> 62);  // of a block
+  const uint64_t block = (descriptor >> kDescriptorBlock & 0x3ffff) << 4;
+  return wgmma_place(descriptor + (n / columns * block >> 4), row, n % columns * 2);
 }
 
 template <class Element>

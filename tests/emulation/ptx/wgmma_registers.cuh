@@ -9,14 +9,11 @@ struct Fp16 {
   static constexpr int kBytes = 2;
 };
 
-// Bits of a 16-bit element of B.
-inline uint16_t wgmma_bits(uint64_t descriptor, int row, int k) {
-  const uint8_t* place = wgmma_place(descriptor, row, 2 * k);
-  return static_cast<uint16_t>(place[0] | place[1] << 8);
-}
+inline uint16_t wgmma_bits(const uint8_t* place) { return static_cast<uint16_t>(place[0] | place[1] << 8); }
 
-template <class Element, int kCount>
-inline void wgmma(Element, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+// `place(n, k)` is where a 16-bit element of B lies.
+template <class Element, int kCount, class Place>
+inline void wgmma_from_registers(float (&d)[kCount], const uint32_t (&a)[4], bool accumulate, Place place) {
   constexpr bool kHalf = std::is_same_v<Element, Fp16>;
   const int lane = emulation::lane();
   float* const out = d;
@@ -33,13 +30,23 @@ inline void wgmma(Element, float (&d)[kCount], const uint32_t (&a)[4], uint64_t 
       for (int e = 0; e < 2; ++e) {
         double sums[2] = {accumulate ? out[4 * j + e] : 0.0, accumulate ? out[4 * j + 2 + e] : 0.0};
         for (int k = 0; k < 16; ++k) {
-          const double other = element<kHalf>(wgmma_bits(b, 8 * j + 2 * (lane & 3) + e, k), 0);
+          const double other = element<kHalf>(wgmma_bits(place(8 * j + 2 * (lane & 3) + e, k)), 0);
           for (int half = 0; half < 2; ++half) sums[half] += rows[half][k] * other;
         }
         out[4 * j + e] = static_cast<float>(sums[0]);
         out[4 * j + 2 + e] = static_cast<float>(sums[1]);
       }
   });
+}
+
+template <class Element, int kCount>
+inline void wgmma(Element, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  wgmma_from_registers<Element>(d, a, accumulate, [=](int n, int k) { return wgmma_place(b, n, 2 * k); });
+}
+
+template <class Element, int kCount>
+inline void wgmma_transposed(Element, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  wgmma_from_registers<Element>(d, a, accumulate, [=](int n, int k) { return wgmma_transposed_place(b, k, n); });
 }
 
 }  // namespace fut
