@@ -28,8 +28,9 @@ from fuzzing.limits import MEMORY_BYTES, SECONDS, foreign_error  # noqa: E402
 from fuzzing.reader import OWN_ERRORS, Reader  # noqa: E402
 from fuzzing.readers import READERS  # noqa: E402
 
-#: A process that says nothing for so long hangs where no signal reaches it.
-_SILENCE_S = 3 * SECONDS
+#: A process that says nothing for so long hangs where no signal reaches it; on a busy machine its imports take longer.
+_SILENCE_S = 12 * SECONDS
+_START_S = 180
 #: Different faults that are shown of one reader before it is given up.
 _MOST_FAULTS = 50
 
@@ -93,18 +94,18 @@ def _follow(worker: subprocess.Popen[bytes], result: Result, end: float) -> str 
     """Count what a worker says; what ended it before its time, or None."""
     assert worker.stdout is not None
     os.set_blocking(worker.stdout.fileno(), False)
-    heard, rest = time.monotonic(), b""
+    heard, rest, patience = time.monotonic(), b"", _START_S
     while time.monotonic() < end:
         rest += worker.stdout.read() or b""
         *lines, rest = rest.split(b"\n")
         for line in lines:
-            heard = time.monotonic()
+            heard, patience = time.monotonic(), _SILENCE_S
             if line:
                 _count(json.loads(line), result)
         if worker.poll() is not None and not lines:
             return f"the process died with exit code {worker.returncode}"
-        if time.monotonic() - heard > _SILENCE_S:
-            return f"said nothing for {_SILENCE_S} s"
+        if time.monotonic() - heard > patience:
+            return f"said nothing for {patience} s"
         time.sleep(0.05)
     return None
 

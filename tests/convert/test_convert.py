@@ -142,6 +142,7 @@ def test_small_shards(tiny_checkpoint: Make, tmp_path: Path) -> None:
     assert verify_artifact(artifact.path).ok
 
 
+@pytest.mark.reports
 def test_the_result_reports_sizes_times_memory_and_errors(tiny_checkpoint: Make, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     out = tmp_path / "out"

@@ -54,22 +54,26 @@ def check_no_artifact(out: Path) -> None:
         assert verified.ok, verified.findings
 
 
+#: The recipe whose failures fall into the report, too.
+_REPORTED = "rtn"
+
+
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_disk_that_fills_up_at_any_write(recipe: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint(layers=2)
+    checkpoint, report = tiny_checkpoint(layers=2), recipe == _REPORTED
     with full_disk(None) as calls:
-        expected = sealed(convert(str(checkpoint), tmp_path / "whole", overrides=RECIPES[recipe]).path)
+        expected = sealed(convert(str(checkpoint), tmp_path / "whole", overrides=RECIPES[recipe], report=report).path)
     gone_on = set()
     for point in points(calls[0], recipe, 6):
         out = tmp_path / f"full-at-{point}"
         with pytest.raises(FutError, match="the disk is full") as caught, full_disk(point):
-            convert(str(checkpoint), out, overrides=RECIPES[recipe])
+            convert(str(checkpoint), out, overrides=RECIPES[recipe], report=report)
         if isinstance(caught.value, ReportError):
             assert "is whole" in str(caught.value)
         elif not out.exists():
             assert "Nothing that could be taken for a whole artifact was left" in str(caught.value)
             check_no_artifact(out)
-            gone_on.add(convert(str(checkpoint), out, overrides=RECIPES[recipe], report=False).resumed_layers)
+            gone_on.add(convert(str(checkpoint), out, overrides=RECIPES[recipe]).resumed_layers)
         assert sealed(out) == expected, point
     assert len(gone_on) > 1 and None in gone_on
 
@@ -93,19 +97,19 @@ def test_a_disk_that_was_full_needs_room_for_the_rest_only(
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_source_that_goes_away_at_any_read(recipe: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("source/model", layers=2, shards=2)
+    checkpoint, report = tiny_checkpoint("source/model", layers=2, shards=2), recipe == _REPORTED
     with lost_source(checkpoint, None) as calls:
-        expected = sealed(convert(str(checkpoint), tmp_path / "whole", overrides=RECIPES[recipe]).path)
+        expected = sealed(convert(str(checkpoint), tmp_path / "whole", overrides=RECIPES[recipe], report=report).path)
     gone_on = set()
     for point, code in zip(points(calls[0], recipe, 7), itertools.cycle(_GONE), strict=False):
         out = tmp_path / f"lost-at-{point}"
         with lost_source(checkpoint, point, code), pytest.raises(FutError) as caught:
-            convert(str(checkpoint), out, overrides=RECIPES[recipe])
+            convert(str(checkpoint), out, overrides=RECIPES[recipe], report=report)
         if isinstance(caught.value, ReportError):
             assert "is whole" in str(caught.value)
         else:
             check_no_artifact(out)
-            gone_on.add(convert(str(checkpoint), out, overrides=RECIPES[recipe], report=False).resumed_layers)
+            gone_on.add(convert(str(checkpoint), out, overrides=RECIPES[recipe]).resumed_layers)
         assert sealed(out) == expected, point
     assert len(gone_on) > 1
 

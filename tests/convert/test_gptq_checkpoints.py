@@ -117,6 +117,7 @@ def test_groups_of_16_are_quantized_anew(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.reports
 def test_one_permuted_matrix_leaves_the_other_modules_alone(tmp_path: Path) -> None:
     def make(name: str, shape: tuple[int, int]) -> Quantized:
         return random_quantized(name, shape, 64, permuted=name == f"{LAYER}.self_attn.k_proj.weight")

@@ -336,6 +336,7 @@ def test_a_second_conversion_into_one_place_is_refused(tiny_checkpoint: Make, tm
     Artifact.open(out, verify=True)
 
 
+@pytest.mark.reports
 def test_progress_counts_to_the_end(tiny_checkpoint: Make, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     plans: list[Any] = []

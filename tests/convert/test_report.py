@@ -41,6 +41,8 @@ from fut_runtime.rope import rope_tables
 from repository import REPOSITORY
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
+pytestmark = pytest.mark.reports
+
 Make = Callable[..., Path]
 QUICK: dict[str, Any] = {
     "calibration.windows": 4,

@@ -17,6 +17,8 @@ from fut_runtime.artifact.reader import Artifact
 from fut_runtime.errors import FutError
 from fut_runtime.termination import Terminated
 
+pytestmark = pytest.mark.reports
+
 Make = Callable[..., Path]
 QUICK = ("--calibration-windows", "1", "--window-tokens", "48", "--allow-few-tokens")
 
