@@ -1,6 +1,7 @@
-// Causal attention of packed prompts over paged BF16 history. A CTA is three warpgroups: in one, a warp fetches K and V
-// and two fetch Q; two multiply 64 rows each. Scores of a step are multiplied while the step before is multiplied with
-// V; and the warpgroups take turns, so that the softmax of one runs under the products of the other.
+// Causal attention of packed prompts over paged BF16 history. A CTA is three warpgroups: in one, a warp fetches K and
+// V, two fetch Q and one clears what belongs to no token; two multiply 64 rows each. Scores of a step are multiplied
+// while the step before is multiplied with V; and the warpgroups take turns, so that the softmax of one runs under the
+// products of the other.
 
 #pragma once
 
@@ -234,6 +235,7 @@ __global__ __launch_bounds__(kAttentionThreads,
     fewer_registers<kAttentionProducerRegisters>();
     if (warp == 8) fetch_history(shared, &map_k, &map_v, params, lane);
     if (warp == 9 || warp == 10) fetch_queries(shared, params, warp - 9, lane);
+    if (warp == 11) clear_tails(shared, lane);
   } else {
     more_registers<kAttentionConsumerRegisters>();
     attend_tiles(shared, params);

@@ -47,6 +47,18 @@ __device__ __forceinline__ void copy_step(
       tensor_copy(stage[block] + page * FUT_PAGE_TOKENS * kRowBytes, map, block * (kRowBytes / 2), rows[page], barrier);
 }
 
+// The next tile, and gives its slot back. One warp.
+template <int kDim>
+__device__ __forceinline__ AttentionTile read_tile(AttentionShared<kDim>& shared, RingPlace<kTileSlots>& slot,
+                                                   int lane) {
+  barrier_wait(&shared.tile_full[slot.stage], slot.phase);
+  const AttentionTile tile = shared.tiles[slot.stage];
+  __syncwarp();
+  if (lane == 0) barrier_arrive(&shared.tile_empty[slot.stage]);
+  slot.advance();
+  return tile;
+}
+
 // Clears rows of a step, whatever copies have left there. One warp.
 template <int kDim>
 __device__ __forceinline__ void clear_rows(
@@ -67,7 +79,6 @@ __device__ __forceinline__ void fetch_history(AttentionShared<kDim>& shared, con
   PromptWalk walk(p, lane);
   HistoryPlace<kDim> k, v;
   RingPlace<kTileSlots> slot;
-  uint32_t landed = 0;
   int number = static_cast<int>(blockIdx.x);
   for (;;) {
     AttentionTile tile;
@@ -96,27 +107,39 @@ __device__ __forceinline__ void fetch_history(AttentionShared<kDim>& shared, con
         k.advance();
       }
       if (step == 0) continue;
-      // Rows of the last page that belong to no token yet may hold anything, and 0 times NaN is NaN.
-      const int first = (step - 1) * kAttentionKeys;
-      const int begin = tile.position + tile.tokens - first, end = pages.count * FUT_PAGE_TOKENS - first;
-      const bool ragged = step == tile.steps && begin < end;
       barrier_wait(&shared.v.empty[v.stage], v.phase ^ 1);
-      uint64_t* full = &shared.v.full[v.stage];
-      if (lane == 0) copy_step<kDim>(shared.v.data[v.stage], map_v, rows_v, ragged ? &shared.landed : full);
-      if (ragged) {
-        barrier_wait(&shared.landed, landed);
-        landed ^= 1;
-        clear_rows<kDim>(shared.v.data[v.stage], begin, end, lane);
-        fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(full);
-      }
+      const bool ragged = step == tile.steps && tile.tail_begin() < tile.tail_end();
+      uint64_t* arrived = ragged ? &shared.v_landed[v.stage] : &shared.v.full[v.stage];
+      if (lane == 0) copy_step<kDim>(shared.v.data[v.stage], map_v, rows_v, arrived);
       v.advance();
     }
     number = __shfl_sync(~0u, number, 0);
   }
   // The last CTA leaves the counters as it found them.
   if (lane == 0 && arrive(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+}
+
+// One warp: clears the tails of tiles' last steps of V, and only then says that those are full.
+template <int kDim>
+__device__ __forceinline__ void clear_tails(AttentionShared<kDim>& shared, int lane) {
+  HistoryPlace<kDim> v;
+  RingPlace<kTileSlots> slot;
+  uint32_t phases = 0;  // of v_landed, a bit a stage
+  for (;;) {
+    const AttentionTile tile = read_tile(shared, slot, lane);
+    if (tile.steps == 0) return;
+    v.skip(tile.steps - 1);
+    const int begin = tile.tail_begin(), end = tile.tail_end();
+    if (begin < end) {
+      barrier_wait(&shared.v_landed[v.stage], phases >> v.stage & 1);
+      phases ^= 1u << v.stage;
+      clear_rows<kDim>(shared.v.data[v.stage], begin, end, lane);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&shared.v.full[v.stage]);
+    }
+    v.advance();
+  }
 }
 
 // One warp: rows 64 * part .. 64 * part + 63 of each tile. Rows past the tile's last keep what they held.
@@ -130,11 +153,7 @@ __device__ __forceinline__ void fetch_queries(AttentionShared<kDim>& shared, con
   RingPlace<kTileSlots> slot;
   uint32_t phase = 0;
   for (;;) {
-    barrier_wait(&shared.tile_full[slot.stage], slot.phase);
-    const AttentionTile tile = shared.tiles[slot.stage];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.tile_empty[slot.stage]);
-    slot.advance();
+    const AttentionTile tile = read_tile(shared, slot, lane);
     if (tile.steps == 0) return;
     const int rows = min(64, tile.rows - 64 * part);
     if (rows <= 0) continue;

@@ -28,7 +28,7 @@ struct HistoryRing {
 };
 
 inline constexpr int kTileSlots = 4;
-inline constexpr int kTileReaders = 10;  // warps that read a tile's slot: eight multiply, two fetch Q
+inline constexpr int kTileReaders = 11;  // warps that read a tile's slot: eight multiply, two fetch Q, one clears V
 
 template <int kDim>
 struct __align__(1024) AttentionShared {
@@ -39,7 +39,7 @@ struct __align__(1024) AttentionShared {
   AttentionTile tiles[kTileSlots];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   uint64_t q_full[2], q_empty[2];
-  uint64_t landed;  // V of a step whose last rows the producer clears
+  uint64_t v_landed[Layout::kStages];  // a step whose last rows are cleared before it is full
 
   // One thread.
   __device__ __forceinline__ void init() {
@@ -48,6 +48,7 @@ struct __align__(1024) AttentionShared {
         barrier_init(&ring->full[i], 1);
         barrier_init(&ring->empty[i], 8);
       }
+      barrier_init(&v_landed[i], 1);
     }
     for (int i = 0; i < kTileSlots; ++i) {
       barrier_init(&tile_full[i], 1);
@@ -57,7 +58,6 @@ struct __align__(1024) AttentionShared {
       barrier_init(&q_full[i], 1);
       barrier_init(&q_empty[i], 4);
     }
-    barrier_init(&landed, 1);
   }
 };
 

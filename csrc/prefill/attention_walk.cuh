@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "../fut.h"
 #include "attention_params.h"
 #include "attention_plan.h"
 
@@ -18,6 +19,13 @@ struct AttentionTile {
   int32_t kv_head;
   int32_t keys;   // that its last row attends to
   int32_t steps;  // of kAttentionKeys keys; 0: there are no more tiles
+
+  // Rows of the last step's pages that belong to no token yet, and may hold anything: 0 times NaN would be NaN.
+  __device__ __forceinline__ int tail_begin() const { return position + tokens - (steps - 1) * kAttentionKeys; }
+  __device__ __forceinline__ int tail_end() const {
+    const int pages = (keys + FUT_PAGE_TOKENS - 1) / FUT_PAGE_TOKENS;
+    return pages * FUT_PAGE_TOKENS - (steps - 1) * kAttentionKeys;
+  }
 };
 
 // Finds tiles by their number in that order. Levels come one after another, in a level the requests, in a request its
