@@ -102,7 +102,7 @@ def speed_steps(out: Path) -> list[Step]:
         for s in ("8b", "70b")
     ]
     sanitize = [python, "benchmarks/sanitize.py", "--out", str(out / "sanitize")]
-    found += [Step("sanitize", check, [*sanitize, "--tools", check], 180, 270) for check in ("memcheck", "racecheck")]
+    found += [Step("sanitize", check, [*sanitize, "--tools", check], 210, 330) for check in ("memcheck", "racecheck")]
     gemm = [*fut_run, "bench", "gemm", "--json", str(out / "gemm.jsonl")]
     w8a16 = [*fut_run, "bench", "w8a16", "--json", str(out / "w8a16.jsonl")]
     found += [

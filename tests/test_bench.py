@@ -18,7 +18,6 @@ from fut_runtime.artifact.manifest import KVCacheSpec, Manifest
 from fut_runtime.artifact.spec import MODULES
 from fut_runtime.bench import decode, model
 from fut_runtime.bench import w8a16 as w8a16_bench
-from fut_runtime.bench.attention import AttentionResult, Heads, parse_case
 from fut_runtime.bench.decode import DecodePlan, DecodeResult, one_layer_bytes
 from fut_runtime.bench.gemm import GemmResult
 from fut_runtime.bench.machine import source_commit
@@ -27,7 +26,7 @@ from fut_runtime.bench.random_tensors import fill_cache, fill_weights
 from fut_runtime.bench.shapes import SHAPES, manifest_of, with_layers
 from fut_runtime.bench.w8a16 import W8A16Result
 from fut_runtime.cli import main
-from fut_runtime.commands import bench, bench_attention
+from fut_runtime.commands import bench
 from fut_runtime.commands.bench_gemm import print_table
 from fut_runtime.commands.bench_w8a16 import print_table as print_w8a16_table
 from fut_runtime.cuda.arena import ArenaPlan
@@ -277,27 +276,3 @@ def test_the_table_of_products_names_every_contender(capsys: pytest.CaptureFixtu
     print_table("8b", "NVIDIA H200", [GemmResult("qkv", 2048, 6144, 4096, us, {})])
     output = " ".join(capsys.readouterr().out.split())
     assert "8b, one layer; NVIDIA H200" in output and "qkv 2048 80.0 100.0 90.0 200.0 190.0" in output
-
-
-def test_batches_of_prompts() -> None:
-    assert parse_case("2048") == [2048]
-    assert parse_case("2048+7x128") == [2048, *[128] * 7]
-    for text in ("", "0", "2x", "x3", "2x0", "0x5", "3+", "1.5"):
-        with pytest.raises(FutError, match="is no batch of prompts such as"):
-            parse_case(text)
-    run = CliRunner().invoke(main, ["bench", "attention", "--kv-heads", "5"])
-    assert run.exit_code == 1 and "--kv-heads is 5, expected a divisor of the 32 heads" in run.output
-
-
-def test_attention_is_told_in_operations_and_beside_its_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    us = {"fut_bf16": 80.0, "fut_e4m3": 84.0, "torch_flash": 200.0}
-    found = AttentionResult("2048+2x64", Heads(32, 8, 128), us, ["torch_flash"])
-    line = found.to_json()
-    operations = 4 * 32 * 128 * (2048**2 + 2 * 64**2) / 2
-    assert line["teraflops"]["fut_bf16"] == round(operations / 80e-6 / 1e12, 1)  # type: ignore[index]
-    assert line["ratio"] == {"fut_bf16/torch_flash": 2.5, "fut_e4m3/torch_flash": 2.381}
-    assert line["expanded"] == ["torch_flash"] and json.dumps(line)
-    bench_attention.print_table("NVIDIA H200", [found])
-    output = " ".join(capsys.readouterr().out.split())
-    assert "32 heads, 8 KV heads, head_dim 128; NVIDIA H200" in output
-    assert "2048+2x64 80.0 84.0 – 200.0 430 – 2.50" in output
