@@ -6,6 +6,7 @@ python benchmarks/plan_405b.py
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -32,7 +33,8 @@ def main() -> None:
         seconds = time.monotonic() - started
     line = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit(), "machine": machine(),
-        "shards": shards, "input_bytes": found["input_bytes"], "process_seconds": round(seconds, 2),
+        "load": round(os.getloadavg()[0], 1), "shards": shards, "input_bytes": found["input_bytes"],
+        "process_seconds": round(seconds, 2),
         **{name: round(found[name], 2) for name in ("plan_seconds", "cpu_seconds")}, "peak_bytes": found["peak_bytes"],
     }  # fmt: skip
     with RESULTS.open("a") as file:
