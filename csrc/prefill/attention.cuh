@@ -118,6 +118,13 @@ struct AttentionConsumer {
     if (lane == 0) barrier_arrive(barrier);
   }
 
+  // A step's scores are there: its K, and after the last step Q, may be fetched over.
+  __device__ __forceinline__ void scored(bool last) {
+    release(&shared.k.empty[k.stage]);
+    if (last && lane == 0) barrier_arrive(&shared.q_empty[warpgroup]);
+    k.advance();
+  }
+
   // All of a tile's rows are the other warpgroup's.
   __device__ __forceinline__ void pass(int steps) {
 #pragma unroll 1
@@ -149,8 +156,7 @@ struct AttentionConsumer {
     issue_scores<kDim>(s, q, shared.k.data[k.stage][0]);
     wgmma_wait<0>();
     settle(s);
-    release(&shared.k.empty[k.stage]);
-    k.advance();
+    scored(steps == 1);
     if (whole == 0) Softmax::hide(s, position, 0, lane);
     softmax.weigh<true>(s, params.scale_log2, rescale);
     pack_weights(p, s);
@@ -165,8 +171,7 @@ struct AttentionConsumer {
       if (in_turn) named_barrier_arrive<256>(kTurnBarrier + (warpgroup ^ 1));
       wgmma_wait<1>();
       settle(s);
-      release(&shared.k.empty[k.stage]);
-      k.advance();
+      scored(step + 1 == steps);
       if (step >= whole) Softmax::hide(s, position, step * kAttentionKeys, lane);
       softmax.weigh<false>(s, params.scale_log2, rescale);
       settle(s);
@@ -182,7 +187,6 @@ struct AttentionConsumer {
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) o[i] *= rescale[i / 2 % 2];
     }
-    release(&shared.q_empty[warpgroup]);
     barrier_wait(&shared.v.full[v.stage], v.phase);
     settle(o);
     issue_outputs<kDim>(o, p, shared.v.data[v.stage][0], steps > 1);
