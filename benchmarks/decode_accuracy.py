@@ -69,7 +69,7 @@ def measure(
     tokens = windows.shape[1]
     started = time.monotonic()
     loaded = reference.load(artifact, prefill_mode="decode", planned_tokens=tokens, **modes)  # type: ignore[arg-type]
-    card = load_backend(artifact, "cuda", planned_tokens=tokens, planned_requests=1, **modes)
+    card = load_backend(artifact, "cuda", planned_tokens=tokens, planned_requests=1, prefill_mode="decode", **modes)
     try:
         result = score(card, loaded, windows)
     finally:

@@ -33,6 +33,7 @@ SMALL = {
     "test_cuda_projection": "test_extreme or (test_products and (48-64 or 100-960))",
     "test_cuda_attention": "(test_chunks_of_prompts and 64) or test_the_counters",
     "test_cuda_sampling": "test_tokens_are_the_hosts and (31 or 1000) and (ties or masked)",
+    "test_prefill": "(append and pieces) or alone_and_in_company",
     "test_prefill_attention": "test_output_in_e4m3 or test_what_a_row or (test_chunks and 3-1 and (64 or 128))",
     "test_cuda_backend": "test_a_refused_step or test_a_cancelled or (alone_and_in_company and (2 or 9))",
 }

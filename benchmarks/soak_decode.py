@@ -242,7 +242,7 @@ def main(
     # Room for half of the requests at their longest, so that the cache is full now and then.
     room = sizes["most_open"] // 2 + len(PROBES)
     tested = (
-        load_backend(opened, "cuda", planned_tokens=longest, planned_requests=room, **modes)
+        load_backend(opened, "cuda", planned_tokens=longest, planned_requests=room, prefill_mode="decode", **modes)
         if backend == "cuda"
         else reference.load(opened, prefill_mode="decode", planned_tokens=longest, **modes)  # type: ignore[arg-type]
     )

@@ -160,11 +160,12 @@ FUT_API fut_status fut_read_bandwidth(const void* data, int64_t bytes, uint32_t*
  * follows them in one kernel. Addresses, and strides between rows in bytes, are multiples of 16; strides here count
  * elements. Nothing between a row's end and the next row is read or written. */
 typedef enum fut_gemm_epilogue {
-  FUT_GEMM_BF16 = 0,     /* out BF16 [m, n] */
-  FUT_GEMM_F32 = 1,      /* out F32 [m, n] */
-  FUT_GEMM_RESIDUAL = 2, /* out BF16 [m, n] = residual + product; a copy in E4M3; sums of squares */
-  FUT_GEMM_SWIGLU = 3,   /* E4M3 [m, n/2] = silu(gate) * up, B's rows in FUT_INTERLEAVE1 */
-  FUT_GEMM_QKV = 4,      /* Q, and K and V into the history */
+  FUT_GEMM_BF16 = 0,        /* out BF16 [m, n] */
+  FUT_GEMM_F32 = 1,         /* out F32 [m, n] */
+  FUT_GEMM_RESIDUAL = 2,    /* out BF16 [m, n] = residual + product; a copy in E4M3; sums of squares */
+  FUT_GEMM_SWIGLU = 3,      /* E4M3 [m, n/2] = silu(gate) * up, B's rows in FUT_INTERLEAVE1 */
+  FUT_GEMM_QKV = 4,         /* Q, and K and V into the history */
+  FUT_GEMM_SWIGLU_BF16 = 5, /* out BF16 [m, n/2] = silu(gate) * up, rows as of SWIGLU */
 } fut_gemm_epilogue;
 
 /* How sums of E4M3 products are kept. The tensor cores add with about 14 bits. */
@@ -211,7 +212,7 @@ typedef struct fut_gemm_call {
   const int32_t* row_request; /* device [m], the request of each row for a_scale and the output; null: all 0 */
   const float* channel_scale; /* device [n] */
   const float* bias;          /* device [n], in the order of B's rows */
-  void* out;                  /* BF16, F32 and RESIDUAL */
+  void* out;                  /* BF16, F32, RESIDUAL and SWIGLU_BF16 */
   int64_t out_stride;         /* elements */
   const void* residual;       /* device BF16 [m, n]; may be `out` */
   int64_t residual_stride;    /* elements */
@@ -313,6 +314,57 @@ typedef struct fut_prefill_attention_call {
 
 FUT_API int64_t fut_prefill_attention_workspace_bytes(int32_t requests, int32_t rows, int32_t heads);
 FUT_API fut_status fut_prefill_attention(const fut_prefill_attention_call* call, void* stream);
+
+/* Whole prompts: all layers over the packed tokens of some requests, K and V into the history and into the decoder's
+ * cache. Slots are the decoder's. */
+typedef struct fut_prefill_config {
+  const fut_layer* layer; /* host array [layers]; all matrices in `format`, gate_up in FUT_INTERLEAVE1 and its bias in
+                             the order of the stored rows. E4M3: gains are in the weights */
+  void* history;          /* device BF16 [layers, 2 (K, V), history_pages, kv_heads, FUT_PAGE_TOKENS, head_dim] */
+  int64_t history_pages;
+  float* scale;         /* device [layers, 4 (qkv, o, gate_up, down), states]; E4M3 only, as the next four */
+  uint32_t* amax;       /* device [layers, 4, states], zero: what calls that are not over have seen */
+  uint64_t* saturated;  /* device [layers, 4]: elements beyond 448 are added */
+  uint64_t* ignored;    /* device [1]: maxima that were zero or not finite are added */
+  int32_t states;       /* 1: all requests share one; else the decoder's max_slots, a state a slot */
+  int32_t frozen;       /* scales stay as they are */
+  float margin;         /* a call leaves the scale margin * amax / 448 */
+  int32_t format;       /* FUT_E4M3 or FUT_BF16 */
+  int32_t accumulation; /* fut_accumulation */
+  int32_t max_rows;     /* most rows of a run */
+  int32_t max_requests; /* most requests of a run */
+  void* workspace;      /* device, 256-byte aligned, zero, fut_prefill_workspace_bytes() */
+  int64_t workspace_bytes;
+} fut_prefill_config;
+
+typedef struct fut_prefill fut_prefill;
+
+/* One run: a chunk of each of some requests. Arrays are host memory and may be reused as soon as the call returns. */
+typedef struct fut_prefill_chunks {
+  int32_t requests;
+  const int32_t* slot;     /* [requests], each once */
+  const int32_t* position; /* [requests]: of the chunk's first token */
+  const int32_t* length;   /* [requests], at least 1 */
+  const int32_t* token;    /* [sum of lengths], chunk after chunk */
+  int32_t ended_count;     /* slots whose call is over with this run: their scales move on */
+  const int32_t* ended;
+  int32_t head_count; /* chunks whose last token gets logits; their indices, ascending, in `head` */
+  const int32_t* head;
+  float* logits; /* device [head_count, vocab] */
+} fut_prefill_chunks;
+
+/* The decoder is that whose cache, page table, embedding, head and tables are used; it must live as long. */
+FUT_API int64_t fut_prefill_workspace_bytes(const fut_prefill_config* config, const fut_decoder_config* decoder);
+FUT_API fut_status fut_prefill_create(const fut_prefill_config* config, const fut_decoder* decoder,
+                                      fut_prefill** prefill);
+FUT_API void fut_prefill_destroy(fut_prefill* prefill);
+/* Replace the pages of the history of a slot: host array of `count` pages, the first of them for tokens `64 * first`.
+ */
+FUT_API fut_status fut_prefill_set_pages(fut_prefill* prefill, int32_t slot, int32_t first, const int32_t* pages,
+                                         int32_t count, void* stream);
+FUT_API fut_status fut_prefill_run(fut_prefill* prefill, const fut_prefill_chunks* chunks, void* stream);
+/* Device F32 [count, vocab]: logits after rows first .. first + count - 1 of the last run. */
+FUT_API fut_status fut_prefill_logits(fut_prefill* prefill, int32_t first, int32_t count, float* logits, void* stream);
 
 #ifdef __cplusplus
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from fut_runtime.generate import DEFAULT_MAX_BATCH, DEFAULT_PREFILL_CHUNK, Gener
 from fut_runtime.resolve import resolve_artifact
 from fut_runtime.results import Completion, TokenEvent
 from fut_runtime.sampling import SamplingParams
+from fut_runtime.saturation import saturation_warning
 from fut_runtime.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from fut_runtime.conversation import Conversation
 
 __all__ = ["Backend", "Engine", "Message", "Prompt", "ReportsActivations", "available_backends", "resolve_artifact"]
+
+_LOG = logging.getLogger(__name__)
 
 #: A message of a conversation: `role`, `content`, and what else the chat template knows.
 Message = Mapping[str, Any]
@@ -66,8 +70,8 @@ class Engine:
             device: torch device; None takes a CUDA card where there is one.
             decode_mode: weights of the decode path, `int4`, `fp8` or `bf16`; None for int4, on CUDA the first of them
                 that the artifact has.
-            prefill_mode: `e4m3`, `bf16`, or `decode` (prompts take the decode path); None for what the backend does:
-                the reference e4m3, CUDA decode.
+            prefill_mode: `e4m3`, `bf16`, or `decode` (prompts take the decode path); None for e4m3, on CUDA the first
+                of them that the artifact has weights for.
             kv_cache: `int4` or `bf16`; None for what the artifact says.
             scale_mode: where E4M3 activation scales come from, `request` (default), `delayed` or `frozen`.
             compute: `exact` (default) rounds activations as the kernels do, `fp32` does not.
@@ -218,11 +222,27 @@ class Engine:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
 
+    def activation_report(self) -> Mapping[str, object]:
+        """Scales of the E4M3 activations in force, and how many elements saturated: see `ReportsActivations`.
+
+        Raises:
+            FutError: the backend has none to report.
+        """
+        if not isinstance(self.backend, ReportsActivations):
+            raise FutError(f"{type(self.backend).__name__} does not report activation scales")
+        return self.backend.activation_report()
+
     def close(self) -> None:
-        """Free the model. Closing twice is harmless."""
+        """Free the model; warns where its activations saturated a lot. Closing twice is harmless."""
         if not self._closed:
             self._closed = True
-            self.backend.release()
+            try:
+                if isinstance(self.backend, ReportsActivations):
+                    warning = saturation_warning(self.backend.activation_report())
+                    if warning is not None:
+                        _LOG.warning("%s", warning)
+            finally:
+                self.backend.release()
 
     def __enter__(self) -> Engine:
         return self

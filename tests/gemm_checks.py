@@ -138,6 +138,22 @@ def check_swiglu(m: int, channels: int, k: int, dtype: torch.dtype, tile: tuple[
     assert abs(int(saturated) - beyond) <= 2 + 0.05 * beyond
 
 
+def check_swiglu_bf16(m: int, channels: int, k: int, dtype: torch.dtype, tile: tuple[int, int]) -> None:
+    """silu(gate) · up in BF16."""
+    product = Product.random(m, 2 * channels, k, dtype)
+    factor = vector(m, 1) * 0.02
+    out = poisoned(m, channels, BF16)
+    gemm.swiglu_bf16(product.a, product.b, out, Scales(row_factor=factor), tuning(Accumulation.PROMOTED, tile))
+    both = product.sum * factor.double()[:, None]
+    error = product.magnitude * factor.double()[:, None] * tolerance(dtype, Accumulation.PROMOTED)
+    gate, up = both[:, ::2], both[:, 1::2]
+    expected = torch.nn.functional.silu(gate) * up
+    allowed = expected.abs() * 2**-8 + 1e-6
+    allowed += 1.1 * up.abs() * error[:, ::2] + torch.nn.functional.silu(gate).abs() * error[:, 1::2]
+    assert close(out, expected, allowed), (m, channels, k)
+    assert untouched(out)
+
+
 def check_infinite_maximum() -> None:
     """A maximum that is not finite is recorded as one."""
     product = Product.random(130, 256, 128, BF16)

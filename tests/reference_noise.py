@@ -7,8 +7,10 @@ fifteenth of a head's range. So a model's logits are held against what such chan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -41,3 +43,19 @@ def logits_and_noise(backend: ReferenceBackend, ids: Sequence[int]) -> tuple[Ten
     model = backend.model
     exact, shaken = (model.logits(forward(model, ids, jitter)).double() for jitter in (0.0, UNIT))
     return exact, (shaken - exact).square().mean().sqrt().item()
+
+
+@contextmanager
+def shaken_layers() -> Iterator[None]:
+    """As long as this is in force, whatever leaves a layer of the reference has up to one unit of noise."""
+    generator = torch.Generator().manual_seed(7)
+    exact = ReferenceModel.forward_layer
+
+    def shaken(self: ReferenceModel, *arguments: object) -> Tensor:
+        h = exact(self, *arguments)  # type: ignore[arg-type]
+        noise = torch.rand(h.shape, generator=generator).to(h.device, h.dtype) * 2 - 1
+        return self.numerics.round16(h * (1 + UNIT * noise))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReferenceModel, "forward_layer", shaken)
+        yield

@@ -31,6 +31,7 @@ HEADER = REPOSITORY / "csrc" / "fut.h"
 
 #: A library that does what the tests ask instead of computing: enough to load, and to fail in every way.
 FAKE = """
+#include <stddef.h>
 #include "fut.h"
 #ifndef VERSION
 #define VERSION FUT_ABI_VERSION
@@ -114,6 +115,26 @@ fut_status fut_prefill_attention(const fut_prefill_attention_call* c, void* stre
                  c->workspace_bytes == 6000000000
              ? FUT_OK
              : FUT_INVALID;
+}
+int64_t fut_prefill_workspace_bytes(const fut_prefill_config* c, const fut_decoder_config* d) {
+  return c->workspace_bytes + d->max_slots;
+}
+fut_status fut_prefill_create(const fut_prefill_config* c, const fut_decoder* d, fut_prefill** p) {
+  *p = (fut_prefill*)c->layer[1].k_norm;
+  return d == NULL && c->margin == 0.5f ? FUT_OK : FUT_INVALID;
+}
+void fut_prefill_destroy(fut_prefill* p) { (void)p; }
+fut_status fut_prefill_set_pages(fut_prefill* p, int32_t s, int32_t f, const int32_t* g, int32_t n, void* stream) {
+  (void)p; (void)stream;
+  return s == 1 && f == 2 && g[1] == 10 && n == 2 ? FUT_OK : FUT_INVALID;
+}
+fut_status fut_prefill_run(fut_prefill* p, const fut_prefill_chunks* c, void* stream) {
+  (void)p; (void)stream;
+  return c->requests == 2 && c->length[1] == 10 && c->head[0] == 0 ? FUT_OK : FUT_INVALID;
+}
+fut_status fut_prefill_logits(fut_prefill* p, int32_t first, int32_t count, float* logits, void* stream) {
+  (void)p; (void)logits; (void)stream;
+  return first == 5 && count == 3 ? FUT_OK : FUT_INVALID;
 }
 fut_status fut_read_bandwidth(const void* data, int64_t bytes, uint32_t* checksum, void* stream) {
   (void)data; (void)checksum; (void)stream;
@@ -234,6 +255,16 @@ def test_numbers_cross_the_border_whole(fake: Library) -> None:
     quantized = structs.E4M3Output(stride=5_000_000_000)
     call = structs.GemmCall(qkv=ctypes.pointer(qkv), quantized=quantized, cluster=2)
     fake.call("fut_gemm", ctypes.byref(call), None)
+    prefill_config = structs.PrefillConfig(layer=layers, margin=0.5, workspace_bytes=1 << 40)
+    needed = fake.fut_prefill_workspace_bytes(ctypes.byref(prefill_config), ctypes.byref(config))
+    assert needed == (1 << 40) + 3
+    prompts = ctypes.c_void_p()
+    fake.call("fut_prefill_create", ctypes.byref(prefill_config), None, ctypes.byref(prompts))
+    assert prompts.value == 0x7F00_1234_5678
+    fake.call("fut_prefill_set_pages", prompts, 1, 2, numbers, 2, None)
+    chunks = structs.PrefillChunks(requests=2, length=numbers, head=numbers)
+    fake.call("fut_prefill_run", prompts, ctypes.byref(chunks), None)
+    fake.call("fut_prefill_logits", prompts, 5, 3, None, None)
     copy = structs.CacheCopyCall(cache=structs.KVCache(head_dim=80), layer=4)
     fake.call("fut_cache_copy", ctypes.byref(copy), None)
     w8a16, nbytes = structs.W8A16Tile(tokens=5, splits=6), ctypes.c_int64()

@@ -91,10 +91,8 @@ def test_cuda_names_what_it_lacks_before_anything_is_loaded(
         load_cuda(artifact)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for options, remedy in (
-        ({"prefill_mode": "e4m3"}, "no prefill_mode 'e4m3': choose prefill_mode decode, or leave it out"),
-        ({"prefill_mode": "bf16"}, "no prefill_mode 'bf16'"),
         ({"compute": "fp32"}, "no compute 'fp32': choose compute exact"),
-        ({"scale_mode": "frozen"}, "no scale_mode 'frozen': leave scale_mode out"),
+        ({"scale_mode": "frozen", "prefill_mode": "decode"}, "prefill_mode decode: scales belong to e4m3"),
     ):
         with pytest.raises(UnsupportedError, match=remedy):
             load_cuda(artifact, **options)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@
 #include "../decode/embed.h"
 #include "../decode/projection.h"
 #include "../decode/sampling.cuh"
+#include "decoder_view.h"
 #include "decoder_workspace.h"
 #include "error.h"
 
@@ -203,6 +204,14 @@ fut_status fut_decoder::copy_input(const fut_step& s, cudaStream_t stream) {
   FUT_CHECK(cudaEventRecord(copied[turn], stream));
   return FUT_OK;
 }
+
+namespace fut {
+
+DecoderView view_decoder(const fut_decoder& decoder) {
+  return {&decoder.config, decoder.place<int32_t>(decoder.at.page_table), decoder.at.table_width, decoder.card};
+}
+
+}  // namespace fut
 
 extern "C" {
 

@@ -95,6 +95,54 @@ fut_status run_qkv(const fut_gemm_call& c, const GemmCall& call) {
 }
 
 }  // namespace
+
+fut_status run_gemm(const fut_gemm_call& c, bool dependent, cudaStream_t stream) {
+  fut_status status = check_call(c);
+  if (status != FUT_OK) return status;
+  const int bytes = c.format == FUT_BF16 ? 2 : 1;
+  GemmCall call = {};
+  call.a = {"fut_gemm: A", c.a, c.m, c.k, c.a_stride * bytes};
+  call.b = {"fut_gemm: B", c.b, c.n, c.k, c.b_stride * bytes};
+  call.m = c.m;
+  call.n = c.n;
+  call.k = c.k;
+  call.format = c.format;
+  call.promoted = c.accumulation == FUT_ACCUMULATE_PROMOTED;
+  call.scales.row_factor = c.row_factor;
+  call.scales.square_sums = c.square_sums;
+  call.scales.a_scale = c.a_scale;
+  call.scales.row_request = c.row_request;
+  call.scales.channel_scale = c.channel_scale;
+  call.scales.bias = c.bias;
+  call.scales.out_scale = c.quantized.scale;
+  call.scales.square_parts = c.square_parts;
+  call.scales.inverse_columns = 1.f / static_cast<float>(c.k);
+  call.scales.eps = c.eps;
+  call.plan = {c.tile_n, c.cluster, c.cluster == 0 ? 0 : group_rows(c.cluster), 0.f};
+  call.dependent = dependent;
+  call.stream = stream;
+  switch (c.epilogue) {
+    case FUT_GEMM_BF16:
+      status = check_output("fut_gemm: the output", c.out, c.m, c.n, c.out_stride, 2);
+      return status == FUT_OK ? launch_store_bf16(call, c.out, 2 * c.out_stride) : status;
+    case FUT_GEMM_F32:
+      status = check_output("fut_gemm: the output", c.out, c.m, c.n, c.out_stride, 4);
+      return status == FUT_OK ? launch_store_f32(call, c.out, 4 * c.out_stride) : status;
+    case FUT_GEMM_RESIDUAL:
+      return run_residual(c, call);
+    case FUT_GEMM_SWIGLU:
+      return run_swiglu(c, call);
+    case FUT_GEMM_SWIGLU_BF16:
+      if (c.n % 2 != 0) return fail(FUT_INVALID, "fut_gemm: n is %d, expected pairs of gate and up", c.n);
+      status = check_output("fut_gemm: the output", c.out, c.m, c.n / 2, c.out_stride, 2);
+      return status == FUT_OK ? launch_swiglu_bf16(call, c.out, 2 * c.out_stride) : status;
+    case FUT_GEMM_QKV:
+      return run_qkv(c, call);
+    default:
+      return fail(FUT_INVALID, "fut_gemm: epilogue %d is unknown", c.epilogue);
+  }
+}
+
 }  // namespace fut
 
 extern "C" fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t format, int32_t accumulation,
@@ -109,45 +157,6 @@ extern "C" fut_status fut_gemm_plan(int32_t m, int32_t n, int32_t k, int32_t for
   return FUT_OK;
 }
 
-extern "C" fut_status fut_gemm(const fut_gemm_call* c, void* stream) {
-  using namespace fut;
-  fut_status status = check_call(*c);
-  if (status != FUT_OK) return status;
-  const int bytes = c->format == FUT_BF16 ? 2 : 1;
-  GemmCall call = {};
-  call.a = {"fut_gemm: A", c->a, c->m, c->k, c->a_stride * bytes};
-  call.b = {"fut_gemm: B", c->b, c->n, c->k, c->b_stride * bytes};
-  call.m = c->m;
-  call.n = c->n;
-  call.k = c->k;
-  call.format = c->format;
-  call.promoted = c->accumulation == FUT_ACCUMULATE_PROMOTED;
-  call.scales.row_factor = c->row_factor;
-  call.scales.square_sums = c->square_sums;
-  call.scales.a_scale = c->a_scale;
-  call.scales.row_request = c->row_request;
-  call.scales.channel_scale = c->channel_scale;
-  call.scales.bias = c->bias;
-  call.scales.out_scale = c->quantized.scale;
-  call.scales.square_parts = c->square_parts;
-  call.scales.inverse_columns = 1.f / static_cast<float>(c->k);
-  call.scales.eps = c->eps;
-  call.plan = {c->tile_n, c->cluster, c->cluster == 0 ? 0 : group_rows(c->cluster), 0.f};
-  call.stream = static_cast<cudaStream_t>(stream);
-  switch (c->epilogue) {
-    case FUT_GEMM_BF16:
-      status = check_output("fut_gemm: the output", c->out, c->m, c->n, c->out_stride, 2);
-      return status == FUT_OK ? launch_store_bf16(call, c->out, 2 * c->out_stride) : status;
-    case FUT_GEMM_F32:
-      status = check_output("fut_gemm: the output", c->out, c->m, c->n, c->out_stride, 4);
-      return status == FUT_OK ? launch_store_f32(call, c->out, 4 * c->out_stride) : status;
-    case FUT_GEMM_RESIDUAL:
-      return run_residual(*c, call);
-    case FUT_GEMM_SWIGLU:
-      return run_swiglu(*c, call);
-    case FUT_GEMM_QKV:
-      return run_qkv(*c, call);
-    default:
-      return fail(FUT_INVALID, "fut_gemm: epilogue %d is unknown", c->epilogue);
-  }
+extern "C" fut_status fut_gemm(const fut_gemm_call* call, void* stream) {
+  return fut::run_gemm(*call, false, static_cast<cudaStream_t>(stream));
 }

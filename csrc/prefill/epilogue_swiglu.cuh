@@ -1,9 +1,9 @@
-// silu(gate) * up in E4M3. Rows of the weights are interleaved one by one (row order "interleave1"), so gate and up of
-// a channel are neighbouring columns and lie in one thread.
+// silu(gate) * up in E4M3 or BF16. Rows of the weights are interleaved one by one (row order "interleave1"), so gate
+// and up of a channel are neighbouring columns and lie in one thread.
 
 #pragma once
 
-#include "epilogue.cuh"
+#include "epilogue_plain.cuh"
 
 namespace fut {
 
@@ -53,6 +53,38 @@ struct SwigluE4m3 {
       }
     }
     record.publish(p, tile);
+  }
+};
+
+struct SwigluBf16 {
+  using Params = StoreBf16::Params;
+  static constexpr int kHeadDim = 0;
+  static constexpr int kPromotedTileN = 256;
+
+  template <int kTileN>
+  __device__ __forceinline__ static void store(const Params& p, float (&d)[kTileN / 2],
+                                               const EpilogueTile<kTileN>& tile) {
+#pragma unroll
+    for (int group = 0; group < kTileN / 64; ++group) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Lane q holds channels 4 j + q of the group's 8 j: those of two neighbouring j a word.
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 first = tile.values(d, 8 * group + 2 * i, half);
+          const float2 second = tile.values(d, 8 * group + 2 * i + 1, half);
+          w[i] = pack_bf16(swiglu(first.x, first.y), swiglu(second.x, second.y));
+        }
+        quad_transpose(w, tile.lane);
+        // Now w[q] holds channels q and 4 + q of this lane's 8.
+        const uint32_t row[4] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
+                                 __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632)};
+        const int channel = tile.column0 / 2 + 32 * group + 8 * (tile.lane & 3);
+        if (tile.has_row(half))
+          store_bytes(p.data + tile.row(half) * p.stride_bytes + 2 * channel, row, 2 * (tile.columns / 2 - channel));
+      }
+    }
   }
 };
 

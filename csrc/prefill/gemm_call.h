@@ -28,6 +28,10 @@ fut_status launch_store_bf16(const GemmCall& call, void* out, int64_t stride_byt
 fut_status launch_store_f32(const GemmCall& call, void* out, int64_t stride_bytes);
 fut_status launch_residual(const GemmCall& call, const ResidualParams& params);
 fut_status launch_swiglu(const GemmCall& call, const QuantizedOut& out);
+fut_status launch_swiglu_bf16(const GemmCall& call, void* out, int64_t stride_bytes);
 fut_status launch_qkv(const GemmCall& call, const QkvParams& params, int head_dim);
+
+// fut_gemm; `dependent`: with programmatic dependent launch.
+fut_status run_gemm(const fut_gemm_call& call, bool dependent, cudaStream_t stream);
 
 }  // namespace fut

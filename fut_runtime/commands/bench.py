@@ -12,6 +12,7 @@ import click
 
 from fut_runtime.commands.bench_attention import attention
 from fut_runtime.commands.bench_gemm import gemm
+from fut_runtime.commands.bench_prefill import prefill
 from fut_runtime.commands.bench_w8a16 import w8a16
 from fut_runtime.commands.options import numbers
 
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 @click.group(short_help="Measure against the card and PyTorch.")
 def bench() -> None:
-    """Measure how fast this card decodes, and how fast it multiplies and attends for prompts."""
+    """Measure how fast this card decodes, reads prompts, and multiplies and attends for them."""
 
 
 bench.add_command(gemm)
 bench.add_command(w8a16)
 bench.add_command(attention)
+bench.add_command(prefill)
 
 
 @bench.command(short_help="Time decode steps.")

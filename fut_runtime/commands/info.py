@@ -34,6 +34,7 @@ _PROBE_TOKENS = 2048
 @click.option("--context", type=click.IntRange(1), metavar="N", help="With --memory: tokens of each request.")
 @click.option("--batch", type=click.IntRange(1), metavar="B", help="With --memory: requests at once.  [default: 1]")
 @click.option("--decode-mode", type=click.Choice(["int4", "fp8", "bf16"]), help="With --memory: weights to load.")
+@click.option("--prefill-mode", type=click.Choice(["e4m3", "bf16", "decode"]), help="With --memory: how prompts go.")
 @click.option("--kv-cache", type=click.Choice(["int4", "bf16"]), help="With --memory: the cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def info(
@@ -44,6 +45,7 @@ def info(
     context: int | None,
     batch: int | None,
     decode_mode: str | None,
+    prefill_mode: str | None,
     kv_cache: str | None,
     as_json: bool,
 ) -> None:
@@ -58,10 +60,13 @@ def info(
     """
     if model is None and (probe is not None or memory):
         raise click.UsageError(f"{'--memory' if memory else '--probe'} needs an artifact")
-    plan = {"context_tokens": context, "requests": batch, "decode_mode": decode_mode, "kv_cache": kv_cache}
+    plan = {
+        "context_tokens": context, "requests": batch, "decode_mode": decode_mode, "prefill_mode": prefill_mode,
+        "kv_cache": kv_cache,
+    }  # fmt: skip
     given = {name: value for name, value in plan.items() if value is not None}
     if given and not memory:
-        raise click.UsageError("--context, --batch, --decode-mode and --kv-cache belong to --memory")
+        raise click.UsageError("--context, --batch, --decode-mode, --prefill-mode and --kv-cache belong to --memory")
     result = _machine()
     if model is not None:
         result |= _describe(model, revision, probe, given if memory else None)
@@ -104,7 +109,8 @@ def _memory(artifact: Artifact, options: dict[str, Any]) -> dict[str, Any]:
     from fut_runtime.cuda.memory_plan import plan_memory
 
     plan = plan_memory(artifact, **options)
-    return {**asdict(plan), "cache_bytes": plan.cache_bytes, "total_bytes": plan.total_bytes}
+    derived = {"cache_bytes": plan.cache_bytes, "history_bytes": plan.history_bytes, "total_bytes": plan.total_bytes}
+    return {**asdict(plan), **derived}
 
 
 def _artifact_facts(artifact: Artifact, path: Path) -> dict[str, Any]:
@@ -147,7 +153,16 @@ def _artifact_facts(artifact: Artifact, path: Path) -> dict[str, Any]:
         "kv_cache_bits": manifest.kv_cache.bits,
         "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         "activation_scales": _scale_facts(artifact),
+        "cuda_prefill": _prefill_facts(artifact),
     }
+
+
+def _prefill_facts(artifact: Artifact) -> dict[str, str]:
+    """How the CUDA backend reads prompts of this artifact unless told otherwise, and why on the decode path."""
+    from fut_runtime.cuda.prefill_weights import choose_prefill_mode
+
+    choice = choose_prefill_mode(artifact.manifest, None)
+    return {"mode": choice.mode, "reason": choice.reason}
 
 
 def _scale_facts(artifact: Artifact) -> dict[str, Any]:
@@ -184,6 +199,7 @@ def _probe(path: Path, text: Path) -> dict[str, Any]:
     from fut_runtime.backend import ReportsActivations
     from fut_runtime.engine import Engine
     from fut_runtime.sampling import SamplingParams
+    from fut_runtime.saturation import saturation_warning
 
     with Engine(path, backend="reference") as engine:
         if not isinstance(engine.backend, ReportsActivations):
@@ -194,7 +210,8 @@ def _probe(path: Path, text: Path) -> dict[str, Any]:
             raise FutError(f"{text}: byte {error.start} is not UTF-8") from error
         ids = ids[: min(_PROBE_TOKENS, engine.backend.max_context_tokens - 1)]
         engine.generate([ids], SamplingParams(max_new_tokens=1))
-        return {"text": text.name, "tokens": len(ids), **engine.backend.activation_report()}
+        report = engine.backend.activation_report()
+        return {"text": text.name, "tokens": len(ids), **report, "warning": saturation_warning(report)}
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -234,6 +251,7 @@ def _print_artifact(console: Console, facts: dict[str, Any], tokenizer: dict[str
         "head": facts["head"],
         "KV cache": f"{facts['kv_cache_bits']} bits",
         "activations": "calibrated" if scales["calibrated"] else "not calibrated: conservative scales",
+        "prompts on CUDA": _prefill_text(facts["cuda_prefill"]),
         "chat template": "yes" if tokenizer and tokenizer["chat_template"] else template,
     }
     for name, value in rows.items():
@@ -247,6 +265,10 @@ def _print_artifact(console: Console, facts: dict[str, Any], tokenizer: dict[str
         weights.add_row(module, escape(listed), *(f"{site[k]:.3g}" for k in ("min", "median", "max")))
     console.print()
     console.print(weights)
+
+
+def _prefill_text(prefill: dict[str, str]) -> str:
+    return f"through the decode path: {prefill['reason']}" if prefill["mode"] == "decode" else prefill["mode"]
 
 
 def _print_memory(console: Console, plan: dict[str, Any]) -> None:
@@ -265,18 +287,34 @@ def _print_memory(console: Console, plan: dict[str, Any]) -> None:
     if step is None:
         step, step_note = plan["logits_bytes"], "at least: the CUDA library is not built here"
     rows = {
-        "weights": (plan["weights_bytes"], plan["decode_mode"]),
+        "weights": (plan["weights_bytes"], _weights_text(plan)),
         "cache": (
             plan["cache_bytes"],
             f"{plan['cache_bits']} bits, {plan['pages']} pages of {plan['page_bytes']} bytes",
         ),
         "RoPE tables": (plan["rope_bytes"], ""),
         "a step": (step, step_note),
+        **_prompt_rows(plan),
         "together": (plan["total_bytes"], ""),
     }
     for name, (nbytes, note) in rows.items():
         table.add_row(name, f"{nbytes / 1e6:,.1f} MB", note)
     console.print(table)
+
+
+def _weights_text(plan: dict[str, Any]) -> str:
+    prompts = "" if plan["prefill_mode"] == "decode" else f", for prompts {plan['prefill_mode']}"
+    return f"{plan['decode_mode']}{prompts}"
+
+
+def _prompt_rows(plan: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    """Rows of what prompts take, where they do not take the decode path."""
+    if plan["prefill_mode"] == "decode":
+        return {}
+    history = f"BF16, {plan['history_pages']} pages of {plan['history_page_bytes']} bytes"
+    workspace = plan["prefill_workspace_bytes"]
+    note = "the CUDA library is not built here" if workspace is None else ""
+    return {"history of prompts": (plan["history_bytes"], history), "a run of prompts": (workspace or 0, note)}
 
 
 def _format_text(name: str, details: dict[str, Any]) -> str:
@@ -301,3 +339,5 @@ def _print_activations(console: Console, report: dict[str, Any]) -> None:
         largest = max(layer[column] for layer in report["scale"])
         table.add_row(site, f"{largest:.3g}", str(sum(saturated)), str(total), where)
     console.print(table)
+    if report["warning"] is not None:
+        console.print(f"\n{report['warning']}")

@@ -26,7 +26,7 @@ _MODEL_OPTIONS = (
     click.option(
         "--prefill-mode",
         type=click.Choice(["e4m3", "bf16", "decode"]),
-        help="How prompts are read; decode: through the decode path.  [default: e4m3]",
+        help="How prompts are read; decode: through the decode path.  [default: e4m3, or what weights there are]",
     ),
     click.option("--kv-cache", type=click.Choice(["int4", "bf16"]), help="[default: what the artifact says]"),
     click.option(

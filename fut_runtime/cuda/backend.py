@@ -13,6 +13,8 @@ from fut_runtime.backend import Draw
 from fut_runtime.cuda.decoder import Decoder, Row
 from fut_runtime.cuda.memory_plan import MAX_ROWS
 from fut_runtime.cuda.pages import PageAllocator, Reservation
+from fut_runtime.cuda.prefill import Chunk
+from fut_runtime.cuda.prompt_path import NO_ACTIVATIONS, PromptPath
 from fut_runtime.cuda.structs import PAGE_TOKENS
 from fut_runtime.errors import FutError
 
@@ -23,20 +25,23 @@ MAX_DRAWN_VOCAB = 1 << 18
 @dataclass
 class _Request:
     reservation: Reservation
+    history: Reservation | None  # as long as prompts of this request go through prefill
     length: int = 0
 
 
 class CudaBackend:
     """A model on a Hopper card.
 
-    Prompts take the decode path, up to MAX_ROWS tokens a step. A row's numbers do not depend on the other rows of its
-    step, so prompts and requests share steps freely. Calls run on PyTorch's current stream of the device; who changes
-    streams between calls orders them.
+    Prompts go through prefill until their request decodes; from then on, and where there is no prefill or its history
+    has no room for the request, they take the decode path, up to MAX_ROWS tokens a step. A row's numbers do not depend
+    on the other rows of its step or run (but for the scales of `delayed`), so prompts and requests share them freely.
+    Calls run on PyTorch's current stream of the device; who changes streams between calls orders them.
 
     Attributes:
         spec: the model's architecture.
         device: the card.
         decode_mode: the weights in use, `int4`, `fp8` or `bf16`.
+        prefill_mode: how prompts are read, `e4m3`, `bf16` or `decode`.
         max_context_tokens: most tokens of one request: the model's positions, the planned tokens, or the whole cache.
     """
 
@@ -49,11 +54,18 @@ class CudaBackend:
         decode_mode: str,
         max_context_tokens: int,
         memory: Sequence[object],
+        prompts: PromptPath | None = None,
     ) -> None:
-        """Wrap a decoder; `memory` is what it points to and must live as long."""
+        """Wrap a decoder; `memory` is what it points to and must live as long.
+
+        Args:
+            prompts: prefill beside the decoder; None: prompts take the decode path.
+        """
         self.spec, self.device, self.decode_mode = spec, device, decode_mode
         self.max_context_tokens = max_context_tokens
         self._decoder, self._allocator = decoder, allocator
+        self.prefill_mode = "decode" if prompts is None else prompts.mode
+        self._prompts = prompts
         self._memory = list(memory)
         self._requests: dict[int, _Request] = {}
         self._next = 0
@@ -63,7 +75,7 @@ class CudaBackend:
         """Reserve pages for a request of up to `capacity_tokens` tokens; returns its handle.
 
         Raises:
-            CacheFullError: other requests hold the pages or slots that it needs.
+            CacheFullError: other requests hold the pages or slots that it needs, of the cache or of the history.
             FutError: more tokens than one request may hold.
         """
         if not 1 <= capacity_tokens <= self.max_context_tokens:
@@ -73,14 +85,17 @@ class CudaBackend:
                 "tokens in all"
             )
         reservation = self._allocator.open(capacity_tokens)
+        history = None
         try:
             self._decoder.set_pages(reservation.slot, reservation.pages)
+            if self._prompts is not None:
+                history = self._prompts.open(reservation.slot, capacity_tokens)
         except BaseException:
             self._allocator.close(reservation)
             raise
         handle = self._next
         self._next += 1
-        self._requests[handle] = _Request(reservation)
+        self._requests[handle] = _Request(reservation, history)
         return handle
 
     def prefill(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
@@ -90,10 +105,17 @@ class CudaBackend:
         """
         requests = self._checked(chunks)
         logits = torch.empty(len(chunks), self.spec.vocab_size, dtype=torch.float32, device=self.device)
-        for rows, ends in _steps(requests, [ids for _, ids in chunks]):
+        fast = [i for i, request in enumerate(requests) if request.history is not None]
+        slow = [i for i, request in enumerate(requests) if request.history is None]
+        if fast and self._prompts is not None:
+            found = logits if not slow else torch.empty_like(logits[: len(fast)])
+            self._prompts.run([_chunk(requests[i], chunks[i][1]) for i in fast], found)
+            if slow:
+                logits[fast] = found
+        for rows, ends in _steps([requests[i] for i in slow], [chunks[i][1] for i in slow]):
             self._decoder.step(rows, [row for row, _ in ends], chunked=True)
             for (_, chunk), result in zip(ends, self._decoder.logits(len(ends)), strict=True):
-                logits[chunk].copy_(result)
+                logits[slow[chunk]].copy_(result)
         for request, (_, ids) in zip(requests, chunks, strict=True):
             request.length += len(ids)
         return logits
@@ -104,6 +126,10 @@ class CudaBackend:
         Each is good until the next is asked for. The request holds the chunk once all have been taken.
         """
         (held,) = self._checked([(request, ids)])
+        if self._prompts is not None and held.history is not None:
+            yield from self._prompts.rows(_chunk(held, ids), self.spec.vocab_size, self.device)
+            held.length += len(ids)
+            return
         for rows, _ in _steps([held], [ids]):
             self._decoder.step(rows, range(len(rows)), chunked=True)
             yield self._decoder.logits(len(rows))
@@ -129,8 +155,14 @@ class CudaBackend:
 
     def close_request(self, request: int) -> None:
         """Give a request's pages back; its handle is no longer valid."""
-        self._allocator.close(self._request(request).reservation)
+        held = self._request(request)
+        self._drop_history(held)
+        self._allocator.close(held.reservation)
         del self._requests[request]
+
+    def activation_report(self) -> dict[str, object]:
+        """Scales of E4M3 prefill and what has saturated so far; waits for the card. See `ReportsActivations`."""
+        return NO_ACTIVATIONS if self._prompts is None else self._prompts.report()
 
     def release(self) -> None:
         """Wait for the card, then free the model and the cache. Releasing twice is harmless."""
@@ -147,6 +179,8 @@ class CudaBackend:
         self, tokens: Sequence[tuple[int, int]], draws: Sequence[Draw | None] | None
     ) -> tuple[list[int | None], Tensor]:
         requests = self._checked([(handle, (token,)) for handle, token in tokens])
+        for request in requests:
+            self._drop_history(request)
         rows = [
             Row(token, request.length, request.reservation.slot)
             for request, (_, token) in zip(requests, tokens, strict=True)
@@ -176,6 +210,12 @@ class CudaBackend:
             self._check(request, ids)
         return requests
 
+    def _drop_history(self, request: _Request) -> None:
+        """End a request's prefill: what follows reads the decode cache."""
+        if self._prompts is not None and request.history is not None:
+            self._prompts.close(request.history)
+            request.history = None
+
     def _request(self, handle: int) -> _Request:
         try:
             return self._requests[handle]
@@ -195,6 +235,10 @@ class CudaBackend:
         wrong = next((i for i in ids if not 0 <= i < self.spec.vocab_size), None)
         if wrong is not None:
             raise FutError(f"token id {wrong} is outside the vocabulary of {self.spec.vocab_size}")
+
+
+def _chunk(request: _Request, ids: Sequence[int]) -> Chunk:
+    return Chunk(request.reservation.slot, request.length, ids)
 
 
 def _steps(

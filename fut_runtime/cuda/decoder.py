@@ -46,7 +46,7 @@ class Decoder:
             UnsupportedError: the library refuses the configuration.
             CudaCallError: CUDA fails.
         """
-        self._library, self._config, self._device, self._about = library, config, device, about
+        self.library, self._config, self._device, self._about = library, config, device, about
         self._broken: str | None = None
         self._handle = c_void_p()
         # Zero, because counters in it must be.
@@ -70,7 +70,7 @@ class Decoder:
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Say in which pages the tokens of a slot's request lie."""
-        self._call("fut_decoder_set_pages", slot, 0, (c_int32 * len(pages))(*pages), len(pages), self._stream())
+        self._call("fut_decoder_set_pages", slot, 0, (c_int32 * len(pages))(*pages), len(pages), self.stream())
 
     def step(
         self,
@@ -102,12 +102,12 @@ class Decoder:
             head_row=(c_int32 * heads)(*head_rows),
             sampling=sampling,
         )
-        self._call("fut_decoder_step", ctypes.byref(step), self._stream(), about=f"{count} rows, {heads} with logits")
+        self._call("fut_decoder_step", ctypes.byref(step), self.stream(), about=f"{count} rows, {heads} with logits")
 
     def tokens(self, count: int) -> list[int]:
         """Wait for the last step; the tokens it chose, -1 where the logits of a row are not finite."""
         found = (c_int32 * count)()
-        self._call("fut_decoder_tokens", found, count, self._stream())
+        self._call("fut_decoder_tokens", found, count, self.stream())
         return list(found)
 
     def logits(self, count: int) -> Tensor:
@@ -122,22 +122,32 @@ class Decoder:
                 try:
                     torch.cuda.synchronize(self._device)
                 finally:
-                    self._library.fut_decoder_destroy(handle)
+                    self.library.fut_decoder_destroy(handle)
 
-    def _stream(self) -> int:
+    @property
+    def handle(self) -> c_void_p:
+        """`fut_decoder*`, for what is made beside the decoder."""
+        return self._handle
+
+    def stream(self) -> int:
+        """The stream that calls go to."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def _call(self, name: str, *arguments: object, about: str = "") -> None:
+    def call(self, name: str, *arguments: object, about: str = "") -> None:
+        """Call the library on the decoder's device; after a failure in CUDA no call is let through."""
         if self._broken is not None:
             raise FutError(f"this backend has failed before and must be loaded again ({self._broken})")
         about = f"{self._about}; {about}" if about else self._about
         try:
             with torch.cuda.device(self._device):
-                self._library.call(name, self._handle, *arguments, about=about)
+                self.library.call(name, *arguments, about=about)
         except CudaCallError as error:
             if error.status is Status.CUDA:
                 self._broken = str(error)
             raise
+
+    def _call(self, name: str, *arguments: object, about: str = "") -> None:
+        self.call(name, self._handle, *arguments, about=about)
 
 
 def sampling_struct(draw: Draw | None) -> Sampling:

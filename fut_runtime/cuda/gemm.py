@@ -204,6 +204,14 @@ def swiglu(
     _run(call, a, b)
 
 
+def swiglu_bf16(a: Tensor, b: Tensor, out: Tensor, scales: Scales = UNSCALED, tuning: Tuning = CHOSEN) -> None:
+    """out ← silu(gate) · up, BF16 [m, n / 2]; rows of B as for `swiglu`."""
+    call = _call(a, b, scales, tuning, GemmEpilogue.SWIGLU_BF16)
+    check_matrix(out, torch.bfloat16, (a.shape[0], b.shape[0] // 2), "out")
+    call.out, call.out_stride = out.data_ptr(), out.stride(0)
+    _run(call, a, b)
+
+
 def qkv(
     a: Tensor,
     b: Tensor,

@@ -9,6 +9,7 @@ import torch
 from fut_runtime.artifact.manifest import KVCacheSpec
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.spec import ModelSpec
+from fut_runtime.cuda.activations import initial_scales
 from fut_runtime.cuda.arena import ArenaPlan, fill
 from fut_runtime.cuda.backend import CudaBackend
 from fut_runtime.cuda.decoder import Decoder
@@ -19,11 +20,14 @@ from fut_runtime.cuda.memory_plan import (
     block_bytes,
     choose_cache,
     decoder_config,
+    loaded_formats,
     page_bytes,
     rope_bytes,
     workspace_bytes,
 )
 from fut_runtime.cuda.pages import PageAllocator, pages_for
+from fut_runtime.cuda.prefill_weights import choose_prefill_mode
+from fut_runtime.cuda.prompt_memory import PromptMemory
 from fut_runtime.cuda.structs import PAGE_TOKENS
 from fut_runtime.cuda.tensors import (
     DECODE_FORMATS,
@@ -39,7 +43,9 @@ from fut_runtime.rope import rope_tables
 DEFAULT_REQUESTS = 16
 #: Where nobody says how many tokens the cache is for, it takes at most this part of the free memory …
 _CACHE_SHARE = 0.9
-#: … and loading fails where not even so many fit.
+#: … of what the history of prompts leaves, which takes at most this part.
+_HISTORY_SHARE = 0.3
+#: Loading fails where not even so many fit.
 _LEAST_TOKENS = 1024
 
 
@@ -60,9 +66,10 @@ def load(
     Args:
         decode_mode: `int4`, `fp8` (E4M3 weights, 16-bit activations) or `bf16`; None takes the first of these that the
             artifact has weights for.
-        prefill_mode: `decode`, which is also what None means: prompts take the decode path.
+        prefill_mode: `e4m3`, `bf16` or `decode` (prompts take the decode path); None takes the first of these that the
+            artifact has weights for.
         kv_cache: `int4`, `bf16`, or None for what the artifact says.
-        scale_mode: None; scales of activations belong to E4M3 prefill.
+        scale_mode: of E4M3 prefill: `request`, which is also what None means, `delayed` or `frozen`.
         compute: `exact`, which is also what None means.
         planned_tokens: longest context of a request. The cache is made for `planned_requests` such requests; None for
             the model's positions, or as many tokens as fit into most of the free memory. A dynamic RoPE fixes its base
@@ -75,10 +82,20 @@ def load(
         DeviceMemoryError: the card has too little free memory; the message says for what, how much, and what is free.
     """
     card = check_card(torch.device(device))
-    _check_options(prefill_mode=prefill_mode, scale_mode=scale_mode, compute=compute)
-    functions = library()
+    if compute not in (None, "exact"):
+        raise UnsupportedError(
+            f"the CUDA backend has no compute {compute!r}: choose compute exact, or leave it out, or choose the "
+            "reference backend"
+        )
     manifest, spec = artifact.manifest, artifact.manifest.model
     decode_mode = choose_decode_mode(artifact, decode_mode)
+    choice = choose_prefill_mode(manifest, prefill_mode, str(artifact.path))
+    if scale_mode is not None and choice.mode != "e4m3":
+        raise UnsupportedError(
+            f"scale_mode is {scale_mode!r}, but prompts go the way of prefill_mode {choice.mode}: scales belong to "
+            "e4m3, leave scale_mode out"
+        )
+    functions = library()
     weight_format = DECODE_FORMATS[decode_mode]
     check_supported(artifact, weight_format)
     cache = choose_cache(manifest, kv_cache)
@@ -87,20 +104,29 @@ def load(
     context = min(spec.max_position_embeddings, planned_tokens or spec.max_position_embeddings)
     requests = planned_requests or DEFAULT_REQUESTS
     wanted = requests * pages_for(context)
-    plan = ArenaPlan.of(needed_tensors(manifest, weight_format))
-    sizes = DeviceTensors(manifest, weight_format, {})
-    around = rope_bytes(spec, context) + workspace_bytes(decoder_config(sizes, cache, context_tokens=context, pages=1))
+    plan = ArenaPlan.of(needed_tensors(manifest, *loaded_formats(weight_format, choice)))
+    sizes = decoder_config(DeviceTensors(manifest, weight_format, {}), cache, context_tokens=context, pages=1)
+    others = {"weights": plan.nbytes, "steps": rope_bytes(spec, context) + workspace_bytes(sizes)}
+    prompts = None
+    if choice.weight_format is not None:
+        prompts = PromptMemory.plan(choice, manifest, sizes, context, requests, scale_mode or "request")
+        others["prompts"] = prompts.workspace_bytes
+        left = free_bytes(card) - sum(others.values())
+        whole_cache = wanted * page_bytes(spec, cache)
+        room = int(left * _HISTORY_SHARE) if planned_tokens is None else left - whole_cache
+        others["history of prompts"] = prompts.fit_history(room, context)
     pages = _plan_pages(
         wanted,
         pages_for(min(context, _LEAST_TOKENS)) if planned_tokens is None else wanted,
         page_bytes(spec, cache),
-        {"weights": plan.nbytes, "steps": around},
+        others,
         card,
         f"{requests} requests of {context} tokens",
     )
     context = min(context, pages * PAGE_TOKENS)
 
-    arena = allocate(plan.nbytes, card, f"the {weight_format} weights of {artifact.path.name}")
+    formats = " and ".join(loaded_formats(weight_format, choice))
+    arena = allocate(plan.nbytes, card, f"the {formats} weights of {artifact.path.name}")
     tensors = DeviceTensors(manifest, weight_format, plan.views(arena))
     tensors.tensors["embed"][spec.vocab_size :].zero_()
     fill(arena, plan.pieces(artifact))
@@ -119,8 +145,12 @@ def load(
     )
     about = f"{artifact.path.name}, {spec.num_layers} layers, hidden size {spec.hidden_size}"
     decoder = Decoder(functions, config, card, about)
-    allocator = PageAllocator(pages, MAX_SLOTS)
-    return CudaBackend(decoder, allocator, spec, card, decode_mode, context, [arena, tensors, pool, *rope])
+    memory = [arena, tensors, pool, *rope]
+    path = None
+    if prompts is not None:
+        scales = initial_scales(artifact).to(card)
+        path = prompts.build(tensors.tensors, decoder, config, scales, memory)
+    return CudaBackend(decoder, PageAllocator(pages, MAX_SLOTS), spec, card, decode_mode, context, memory, path)
 
 
 def check_card(device: torch.device) -> torch.device:
@@ -135,22 +165,6 @@ def check_card(device: torch.device) -> torch.device:
             "the kernels need a Hopper card (9.0): choose another device, or the reference backend"
         )
     return device
-
-
-def _check_options(**options: str | None) -> None:
-    """Options that only the reference backend has; UnsupportedError names what to choose instead."""
-    known: Mapping[str, tuple[str | None, ...]] = {
-        "prefill_mode": (None, "decode"),
-        "scale_mode": (None,),
-        "compute": (None, "exact"),
-    }
-    for name, value in options.items():
-        if value not in known[name]:
-            choices = " or ".join(str(choice) for choice in known[name] if choice)
-            remedy = f"choose {name} {choices}, or leave it out" if choices else f"leave {name} out"
-            raise UnsupportedError(
-                f"the CUDA backend has no {name} {value!r}: {remedy}, or choose the reference backend"
-            )
 
 
 def _check_block(functions: Library, cache: KVCacheSpec, spec: ModelSpec) -> None:

@@ -11,6 +11,14 @@ from fut_runtime.artifact.spec import ModelSpec
 from fut_runtime.cuda.arena import ArenaPlan
 from fut_runtime.cuda.library import library
 from fut_runtime.cuda.pages import pages_for
+from fut_runtime.cuda.prefill_plan import (
+    history_page_bytes,
+    prefill_config,
+    prefill_workspace_bytes,
+    run_rows,
+    wanted_history_pages,
+)
+from fut_runtime.cuda.prefill_weights import PrefillChoice, choose_prefill_mode
 from fut_runtime.cuda.structs import PAGE_TOKENS, AttentionShape, DecoderConfig, KVCache, Layer
 from fut_runtime.cuda.tensors import DECODE_FORMATS, DeviceTensors, choose_decode_mode, needed_tensors
 from fut_runtime.errors import FutError, UnsupportedError
@@ -49,6 +57,11 @@ def choose_cache(manifest: Manifest, kv_cache: str | None) -> KVCacheSpec:
             "themselves: choose kv_cache bf16 or the reference backend, or convert again without kv_cache.fold_v"
         )
     return manifest.kv_cache
+
+
+def loaded_formats(decode_format: str, choice: PrefillChoice) -> list[str]:
+    """Formats of the weights that are loaded: those of decoding, and those of prefill where they are others."""
+    return list(dict.fromkeys(f for f in (decode_format, choice.weight_format) if f is not None))
 
 
 def rope_bytes(model: ModelSpec, context_tokens: int) -> int:
@@ -127,6 +140,10 @@ class MemoryPlan:
         context_tokens, requests: the cache is for so many tokens of each of so many requests.
         pages, page_bytes: the pages that takes, and the size of one.
         workspace_bytes: what a step needs, logits included; None where the library is not built.
+        prefill_mode: weights of prompts, loaded beside those of decoding where they differ; `decode`: none.
+        prefill_reason: why prompts take the decode path though nobody asked for it.
+        history_pages, history_page_bytes: of the BF16 K and V of prompts that are being read.
+        prefill_workspace_bytes: what a run of prompts needs; None where the library is not built.
     """
 
     decode_mode: str
@@ -139,6 +156,16 @@ class MemoryPlan:
     page_bytes: int
     logits_bytes: int
     workspace_bytes: int | None
+    prefill_mode: str
+    prefill_reason: str
+    history_pages: int
+    history_page_bytes: int
+    prefill_workspace_bytes: int | None
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes of the history's pages."""
+        return self.history_pages * self.history_page_bytes
 
     @property
     def cache_bytes(self) -> int:
@@ -149,13 +176,15 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         """All of it; where the library is not built, with the logits for a workspace."""
         workspace = self.logits_bytes if self.workspace_bytes is None else self.workspace_bytes
-        return self.weights_bytes + self.rope_bytes + self.cache_bytes + workspace
+        prompts = self.history_bytes + (self.prefill_workspace_bytes or 0)
+        return self.weights_bytes + self.rope_bytes + self.cache_bytes + workspace + prompts
 
 
 def plan_memory(
     artifact: Artifact,
     *,
     decode_mode: str | None = None,
+    prefill_mode: str | None = None,
     kv_cache: str | None = None,
     context_tokens: int | None = None,
     requests: int = 1,
@@ -180,23 +209,39 @@ def plan_memory(
     mode = choose_decode_mode(artifact, decode_mode)
     cache = choose_cache(manifest, kv_cache)
     weight_format = DECODE_FORMATS[mode]
+    choice = choose_prefill_mode(manifest, prefill_mode, str(artifact.path))
+    formats = loaded_formats(weight_format, choice)
     pages = requests * pages_for(context_tokens)
     config = decoder_config(
         DeviceTensors(manifest, weight_format, {}), cache, context_tokens=context_tokens, pages=pages
     )
+    history_pages, prefill = 0, None
+    if choice.weight_format is not None:
+        history_pages = wanted_history_pages(context_tokens, requests)
+        layers = DeviceTensors(manifest, choice.weight_format, {}).layers()
+        rows = run_rows(context_tokens, requests)
+        prefill = prefill_config(choice.mode, layers, config, history_pages=history_pages, rows=rows)
+    workspace: int | None = None
+    prefill_workspace: int | None = None
     try:
-        workspace: int | None = workspace_bytes(config)
+        workspace = workspace_bytes(config)
+        prefill_workspace = 0 if prefill is None else prefill_workspace_bytes(prefill, config)
     except UnsupportedError:
-        workspace = None
+        pass
     return MemoryPlan(
         decode_mode=mode,
         cache_bits=cache.bits,
         context_tokens=context_tokens,
         requests=requests,
-        weights_bytes=ArenaPlan.of(needed_tensors(manifest, weight_format)).nbytes,
+        weights_bytes=ArenaPlan.of(needed_tensors(manifest, *formats)).nbytes,
         rope_bytes=rope_bytes(model, context_tokens),
         pages=pages,
         page_bytes=page_bytes(model, cache),
         logits_bytes=4 * MAX_ROWS * model.vocab_size,
         workspace_bytes=workspace,
+        prefill_mode=choice.mode,
+        prefill_reason=choice.reason,
+        history_pages=history_pages,
+        history_page_bytes=history_page_bytes(model),
+        prefill_workspace_bytes=prefill_workspace,
     )

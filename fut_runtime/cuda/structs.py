@@ -52,6 +52,7 @@ class GemmEpilogue(IntEnum):
     RESIDUAL = 2
     SWIGLU = 3
     QKV = 4
+    SWIGLU_BF16 = 5
 
 
 class Accumulation(IntEnum):
@@ -334,6 +335,46 @@ class PrefillAttentionCall(Structure):
     )
 
 
+class PrefillConfig(Structure):
+    """`fut_prefill_config`."""
+
+    _fields_ = (
+        ("layer", POINTER(Layer)),
+        ("history", c_void_p),
+        ("history_pages", c_int64),
+        ("scale", c_void_p),
+        ("amax", c_void_p),
+        ("saturated", c_void_p),
+        ("ignored", c_void_p),
+        ("states", c_int32),
+        ("frozen", c_int32),
+        ("margin", c_float),
+        ("format", c_int32),
+        ("accumulation", c_int32),
+        ("max_rows", c_int32),
+        ("max_requests", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
+class PrefillChunks(Structure):
+    """`fut_prefill_chunks`."""
+
+    _fields_ = (
+        ("requests", c_int32),
+        ("slot", POINTER(c_int32)),
+        ("position", POINTER(c_int32)),
+        ("length", POINTER(c_int32)),
+        ("token", POINTER(c_int32)),
+        ("ended_count", c_int32),
+        ("ended", POINTER(c_int32)),
+        ("head_count", c_int32),
+        ("head", POINTER(c_int32)),
+        ("logits", c_void_p),
+    )
+
+
 #: Structures by their names in the header.
 STRUCTS: dict[str, type[Structure]] = {
     "fut_matrix": Matrix,
@@ -354,6 +395,8 @@ STRUCTS: dict[str, type[Structure]] = {
     "fut_w8a16_call": W8A16Call,
     "fut_prompts": Prompts,
     "fut_prefill_attention_call": PrefillAttentionCall,
+    "fut_prefill_config": PrefillConfig,
+    "fut_prefill_chunks": PrefillChunks,
 }
 
 #: Functions that return a status, by their names in the header: types of their arguments.
@@ -378,6 +421,10 @@ STATUS_FUNCTIONS: dict[str, tuple[type, ...]] = {
     "fut_w8a16_plan": (*(c_int32,) * 4, POINTER(W8A16Tile), POINTER(c_int64)),
     "fut_w8a16": (POINTER(W8A16Call), c_void_p),
     "fut_prefill_attention": (POINTER(PrefillAttentionCall), c_void_p),
+    "fut_prefill_create": (POINTER(PrefillConfig), c_void_p, POINTER(c_void_p)),
+    "fut_prefill_set_pages": (c_void_p, c_int32, c_int32, POINTER(c_int32), c_int32, c_void_p),
+    "fut_prefill_run": (c_void_p, POINTER(PrefillChunks), c_void_p),
+    "fut_prefill_logits": (c_void_p, c_int32, c_int32, c_void_p, c_void_p),
 }
 #: The others: type of the result, types of the arguments.
 PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -391,4 +438,6 @@ PLAIN_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fut_attention_workspace_bytes": (c_int64, (POINTER(AttentionShape), c_int32)),
     "fut_sample_workspace_bytes": (c_int64, (c_int32, c_int32)),
     "fut_prefill_attention_workspace_bytes": (c_int64, (c_int32, c_int32, c_int32)),
+    "fut_prefill_workspace_bytes": (c_int64, (POINTER(PrefillConfig), POINTER(DecoderConfig))),
+    "fut_prefill_destroy": (None, (c_void_p,)),
 }

@@ -58,8 +58,8 @@ def choose_decode_mode(artifact: Artifact, decode_mode: str | None) -> str:
     return decode_mode
 
 
-def needed_tensors(manifest: Manifest, weight_format: str) -> Iterator[TensorSpec]:
-    """The tensors that decoding with weights of one format reads, in the order of the files.
+def needed_tensors(manifest: Manifest, *weight_formats: str) -> Iterator[TensorSpec]:
+    """The tensors that decoding, and prefill beside it, read with weights of some formats, in the order of the files.
 
     The embedding is asked for with the rows that it needs as a head: padded to a multiple of 16.
     """
@@ -73,10 +73,12 @@ def needed_tensors(manifest: Manifest, weight_format: str) -> Iterator[TensorSpe
         wanted = {f"layers.{i}.{norm}_norm" for norm in ("q", "k")}
         for module in MODULES:
             name = f"layers.{i}.{module}"
-            spec = manifest.weights[name][weight_format]
-            wanted |= {f"{name}.bias", *(t.name for t in weight_tensors(name, spec))}
-            if spec.gain == "runtime":
-                wanted.add(f"layers.{i}.{NORM_OF_MODULE[module]}")
+            wanted.add(f"{name}.bias")
+            for weight_format in weight_formats:
+                spec = manifest.weights[name][weight_format]
+                wanted |= {t.name for t in weight_tensors(name, spec)}
+                if spec.gain == "runtime":
+                    wanted.add(f"layers.{i}.{NORM_OF_MODULE[module]}")
         yield from (spec for spec in layer_tensors(manifest, i) if spec.name in wanted)
     if "head" in manifest.weights:
         yield from weight_tensors("head", manifest.weights["head"][manifest.head])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.backend import BACKENDS, Backend, check_device, load_backend
-from fut_runtime.errors import FutError, UnsupportedError
+from fut_runtime.errors import FutError
 from fut_runtime.evaluate.baseline import checkpoint_runner
 from fut_runtime.evaluate.continuations import BackendScorer, ReferenceScorer, Scorer
 from fut_runtime.evaluate.perplexity import Estimate
@@ -124,24 +124,22 @@ class OpenedArtifact:
         """The artifact, loaded into the backend of the options.
 
         Raises:
-            UnsupportedError: the backend does not work here, or lacks the protocol, a mode, or the weights for it.
+            UnsupportedError: the backend does not work here, or lacks a mode, or the weights for it.
         """
         if not self.on_card:
             return self.reference
-        if self.options["protocol"] != "decode":
-            raise UnsupportedError(
-                f"the CUDA backend has no protocol {self.options['protocol']!r}: choose --protocol decode, or "
-                "--backend reference"
-            )
-        # Activation scales and the prefill mode belong to paths that this protocol does not take.
         modes = {mode: self.options[mode] for mode in ("device", "decode_mode", "kv_cache", "compute")}
+        # Activation scales belong to E4M3 prefill, which the protocol `decode` does not take.
+        modes["prefill_mode"] = "decode" if self.options["protocol"] == "decode" else self.options["prefill_mode"]
+        if modes["prefill_mode"] == "e4m3":
+            modes["scale_mode"] = self.options["scale_mode"]
         return load_backend(self.artifact, "cuda", planned_tokens=self.planned_tokens, **modes)
 
     @cached_property
     def runner(self) -> ReferenceRunner | BackendRunner:
         """The artifact under the protocol of the options."""
         if self.on_card:
-            return BackendRunner(self.backend)
+            return BackendRunner(self.backend, self.options["protocol"])
         keep = self.options["scale_mode"] == "delayed"
         loaded = self.reference
         return ReferenceRunner(loaded.model, self.options["protocol"], loaded.new_scales, keep_scales=keep)

@@ -51,10 +51,10 @@ def window_logits(runner: WindowRunner | LogitsRunner, tokens: Tensor, rows: int
 
 
 class BackendRunner:
-    """A backend under the protocol `decode`: a window is a request, its prompt read in one chunk."""
+    """A backend under a protocol: a window is a request, its prompt read in one chunk."""
 
-    def __init__(self, backend: Backend) -> None:
-        """Wrap a loaded backend whose prompts take the decode path.
+    def __init__(self, backend: Backend, protocol: str = "decode") -> None:
+        """Wrap a loaded backend; for `decode`, one whose prompts take the decode path.
 
         Raises:
             FutError: it does not give the logits after every token.
@@ -63,13 +63,14 @@ class BackendRunner:
             raise FutError(f"{type(backend).__name__} gives no logits within a prompt: choose the reference backend")
         self._backend: Backend = backend
         self._scores: ScoresPrompts = backend
+        self._protocol = protocol
 
     def window_logits(self, tokens: Tensor, rows: int) -> Iterator[Tensor]:
         """See `LogitsRunner`."""
         request = self._backend.open_request(tokens.numel())
         try:
             gathered, used = None, 0
-            for found in self._scores.prompt_logits(request, tokens.tolist()):
+            for found in self._logits(request, tokens.tolist()):
                 for part in found.split(rows):
                     if gathered is None:
                         gathered = torch.empty(rows, part.shape[1], dtype=part.dtype, device=part.device)
@@ -84,6 +85,17 @@ class BackendRunner:
                 yield gathered[:used]
         finally:
             self._backend.close_request(request)
+
+    def _logits(self, request: int, ids: list[int]) -> Iterator[Tensor]:
+        """Logits after every token, some at a time. `serve` prefills half of the window, the last token included."""
+        first = (len(ids) + 1) // 2 if self._protocol == "serve" else len(ids)
+        if first:
+            yield from self._scores.prompt_logits(request, ids[:first])
+        if first < len(ids):
+            # A decode step ends the request's prefill: what follows goes the way of decoding, however many tokens.
+            yield self._backend.decode([(request, ids[first])])
+        if first + 1 < len(ids):
+            yield from self._scores.prompt_logits(request, ids[first + 1 :])
 
 
 @dataclass

@@ -10,23 +10,36 @@ from torch import Tensor
 
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.backend import Draw
+from fut_runtime.cuda.activations import initial_scales
 from fut_runtime.cuda.arena import ArenaPlan, fill
 from fut_runtime.cuda.backend import CudaBackend
 from fut_runtime.cuda.decoder import Decoder, Row
 from fut_runtime.cuda.library import Library
-from fut_runtime.cuda.memory_plan import MAX_ROWS, MAX_SLOTS, choose_cache, decoder_config, page_bytes
+from fut_runtime.cuda.memory_plan import (
+    MAX_ROWS,
+    MAX_SLOTS,
+    choose_cache,
+    decoder_config,
+    loaded_formats,
+    page_bytes,
+)
 from fut_runtime.cuda.pages import PageAllocator
+from fut_runtime.cuda.prefill_weights import choose_prefill_mode
+from fut_runtime.cuda.prompt_memory import PromptMemory
 from fut_runtime.cuda.structs import DecoderConfig
 from fut_runtime.cuda.tensors import DECODE_FORMATS, DeviceTensors, needed_tensors
 from fut_runtime.rope import rope_tables
 from fut_runtime.sampling import Sampler, SamplingParams
+
+#: At least what `fut_prefill_attention_workspace_bytes` says.
+_COUNTER_BYTES = 256
 
 
 class HostDecoder(Decoder):
     """A decoder of the emulated library, with host memory in place of a card's; the host chooses the tokens."""
 
     def __init__(self, library: Library, config: DecoderConfig) -> None:
-        self._library, self._config, self._about, self._broken = library, config, "emulated", None
+        self.library, self._config, self._about, self._broken = library, config, "emulated", None
         self._handle = ctypes.c_void_p()
         self._workspace = aligned(library.fut_decoder_workspace_bytes(ctypes.byref(config))).zero_()
         config.workspace, config.workspace_bytes = self._workspace.data_ptr(), self._workspace.numel()
@@ -52,13 +65,13 @@ class HostDecoder(Decoder):
         return [-1 if draw is None else chosen(row, draw) for row, draw in pairs]
 
     def close(self) -> None:
-        self._library.fut_decoder_destroy(self._handle)
+        self.library.fut_decoder_destroy(self._handle)
 
-    def _stream(self) -> int:
+    def stream(self) -> int:
         return 0
 
-    def _call(self, name: str, *arguments: object, about: str = "") -> None:
-        self._library.call(name, self._handle, *arguments, about=about)
+    def call(self, name: str, *arguments: object, about: str = "") -> None:
+        self.library.call(name, *arguments, about=about)
 
 
 def chosen(logits: Tensor, draw: Draw) -> int:
@@ -70,12 +83,25 @@ def chosen(logits: Tensor, draw: Draw) -> int:
 
 
 def host_backend(
-    library: Library, artifact: Artifact, decode_mode: str, kv_cache: str, *, pages: int, slots: int = MAX_SLOTS
+    library: Library,
+    artifact: Artifact,
+    decode_mode: str,
+    kv_cache: str,
+    *,
+    pages: int,
+    slots: int = MAX_SLOTS,
+    prefill_mode: str = "decode",
+    scale_mode: str = "request",
+    rows: int = 128,
 ) -> CudaBackend:
-    """An artifact in the CUDA backend over the emulated library; what no token has written yet is NaN."""
+    """An artifact in the CUDA backend over the emulated library; what no token has written yet is NaN.
+
+    `rows`: most tokens of a run of prompts.
+    """
     manifest, spec = artifact.manifest, artifact.manifest.model
     cache, weight_format = choose_cache(manifest, kv_cache), DECODE_FORMATS[decode_mode]
-    plan = ArenaPlan.of(needed_tensors(manifest, weight_format))
+    choice = choose_prefill_mode(manifest, prefill_mode)
+    plan = ArenaPlan.of(needed_tensors(manifest, *loaded_formats(weight_format, choice)))
     arena = aligned(plan.nbytes)
     tensors = DeviceTensors(manifest, weight_format, plan.views(arena))
     tensors.tensors["embed"][spec.vocab_size :].zero_()
@@ -93,8 +119,20 @@ def host_backend(
         pool=pool.data_ptr(),
     )
     decoder, allocator = HostDecoder(library, config), PageAllocator(pages, slots)
-    memory = [arena, tensors, pool, *rope]
-    return CudaBackend(decoder, allocator, spec, torch.device("cpu"), decode_mode, context, memory)
+    memory: list[object] = [arena, tensors, pool, *rope]
+    prompts = None
+    if choice.weight_format is not None:
+        planned = PromptMemory(choice, manifest, rows, pages, 0, scale_mode)
+        prompts = planned.build(tensors.tensors, decoder, config, initial_scales(artifact), memory, take)
+    return CudaBackend(decoder, allocator, spec, torch.device("cpu"), decode_mode, context, memory, prompts)
+
+
+def take(nbytes: int, device: torch.device, what: str, *, zero: bool = False) -> Tensor:
+    """What `allocate` does on a card, NaN but for the counters of attention, which lie at the beginning."""
+    memory = aligned(nbytes).fill_(0xFF)
+    if zero:
+        memory[:_COUNTER_BYTES].zero_()
+    return memory
 
 
 def aligned(nbytes: int) -> Tensor:

@@ -16,8 +16,8 @@ SOURCES = (
     "decode/projection.cu", "decode/attention.cu", "decode/embed.cu",
     "host/decoder.cu", "host/project.cu", "host/sample.cu", "host/error.cu", "host/gemm.cu", "prefill/tensor_map.cu",
     "prefill/gemm_store_bf16.cu", "prefill/gemm_store_f32.cu", "prefill/gemm_residual.cu", "prefill/gemm_swiglu.cu",
-    "prefill/gemm_qkv.cu", "prefill/cache_copy.cu", "prefill/w8a16.cu", "prefill/attention.cu",
-    "host/prefill_attention.cu",
+    "prefill/gemm_qkv.cu", "prefill/gemm_swiglu_bf16.cu", "prefill/cache_copy.cu", "prefill/prompt_rows.cu",
+    "prefill/w8a16.cu", "prefill/attention.cu", "host/prefill_attention.cu", "host/prefill.cu",
 )  # fmt: skip
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-x", "c++")
 

@@ -49,6 +49,7 @@ def test_residual(tile: tuple[int, int]) -> None:
 def test_swiglu(tile: tuple[int, int]) -> None:
     for m, channels, k in ((130, 70, 160), (3, 1, 64), (64, 127, 32)):
         gemm_checks.check_swiglu(m, channels, k, E4M3, tile)
+        gemm_checks.check_swiglu_bf16(m, channels, k, BF16, tile)
 
 
 def test_a_maximum_that_is_not_finite_is_recorded() -> None:

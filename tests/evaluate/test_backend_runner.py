@@ -103,11 +103,35 @@ def test_the_command_line_scores_what_the_backend_says(
     assert (figures["backend"], figures["decode_mode"], figures["kv_cache"]) == ("cuda", "fp8", "int4")
     assert figures["perplexity"] > 1
     modes = {"device": "cpu", "decode_mode": "fp8", "kv_cache": None, "compute": "exact", "planned_tokens": 16}
+    modes["prefill_mode"] = "decode"
     assert asked == [("cuda", modes)]
 
 
-def test_protocols_that_need_the_reference_are_refused(artifact: Path, tmp_path: Path) -> None:
-    result = run(artifact, tmp_path, "--backend", "cuda", "--device", "cpu", "--protocol", "serve")
-    assert result.exit_code == 1
-    message = "the CUDA backend has no protocol 'serve': choose --protocol decode, or --backend reference"
-    assert message in result.stderr
+@pytest.mark.parametrize(("protocol", "decoded"), [("decode", 0), ("prefill", 0), ("serve", 1)])
+def test_serve_decodes_from_the_middle_on(protocol: str, decoded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = InChunks(model_spec(VOCAB, context=33))
+    prompts, steps = [], []
+    prompt_logits, decode = backend.prompt_logits, backend.decode
+    monkeypatch.setattr(backend, "prompt_logits", lambda r, ids: prompts.append(len(ids)) or prompt_logits(r, ids))
+    monkeypatch.setattr(backend, "decode", lambda tokens: steps.append(tokens[0][1]) or decode(tokens))
+    window = torch.randint(VOCAB, (33,), generator=torch.Generator().manual_seed(3))
+    found = score_positions(BackendRunner(backend, protocol), WholeWindow(), window)
+    assert torch.equal(found.nll, found.baseline_nll)
+    # The window's last token is scored, not read.
+    assert (prompts, steps) == (([16, 15], [int(window[16])]) if decoded else ([32], []))
+
+
+@pytest.mark.parametrize(("protocol", "mode"), [("serve", "e4m3"), ("prefill", "bf16")])
+def test_protocols_choose_how_prompts_are_read(
+    artifact: Path, tmp_path: Path, protocol: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+
+    def load(opened: object, name: str, **modes: object) -> InChunks:
+        asked.update(modes)
+        return InChunks(reference.load(opened).spec)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(options, "load_backend", load)
+    args = ["--backend", "cuda", "--device", "cpu", "--protocol", protocol, "--prefill-mode", mode]
+    assert run(artifact, tmp_path, *args, "--scale-mode", "frozen").exit_code == 0
+    assert (asked["prefill_mode"], asked.get("scale_mode")) == (mode, "frozen" if mode == "e4m3" else None)

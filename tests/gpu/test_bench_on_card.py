@@ -56,3 +56,15 @@ def test_attention_is_measured_beside_pytorch(tmp_path: Path) -> None:
     for line in lines:
         assert {"fut_bf16", "fut_e4m3", "torch_flash"} <= set(line["us"])
         assert all(0 < us < 1000 for us in line["us"].values()) and all(0.1 < r < 10 for r in line["ratio"].values())
+
+
+def test_prompts_are_measured(tmp_path: Path) -> None:
+    file, plot = tmp_path / "lines.jsonl", tmp_path / "roof.png"
+    options = ["--shape", "1b", "--tokens", "100,700", "--no-peers", "--first-token"]
+    run = CliRunner().invoke(main, ["bench", "prefill", *options, "--plot", str(plot), "--json", str(file)])
+    assert run.exit_code == 0, run.output
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["layer", "layer", "first_token", "first_token"]
+    assert all(0 < us < 1000 for line in lines[:2] for us in line["us"].values())
+    assert all(0 < ms < 100 for line in lines[2:] for ms in line["ms"].values())
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -44,7 +44,7 @@ def base(odd_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def backend(base: Artifact) -> Iterator[CudaBackend]:
-    loaded = cuda.load(base)
+    loaded = cuda.load(base, prefill_mode="decode")
     yield loaded
     loaded.release()
 
@@ -60,7 +60,7 @@ def prompt_of(length: int, seed: int, vocab: int = 1024) -> list[int]:
 
 def on_the_card(artifact: Artifact, ids: list[int], first: int, decode_mode: str, kv_cache: str) -> Tensor:
     """Logits [len(ids) - first + 1, vocab]: a prompt of `first` tokens in one call, then a token a call."""
-    backend = cuda.load(artifact, decode_mode=decode_mode, kv_cache=kv_cache)
+    backend = cuda.load(artifact, decode_mode=decode_mode, kv_cache=kv_cache, prefill_mode="decode")
     try:
         request = backend.open_request(len(ids))
         rows = [backend.prefill([(request, ids[:first])])]
@@ -178,7 +178,7 @@ def test_a_prompt_may_be_read_in_any_chunks(backend: CudaBackend) -> None:
 def test_a_cancelled_request_leaves_nothing_behind(base: Artifact) -> None:
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     prompts = [prompt_of(n, seed=n) for n in (20, 90, 5)]
-    with Engine.from_backend(cuda.load(base)) as engine:
+    with Engine.from_backend(cuda.load(base, prefill_mode="decode")) as engine:
         expected = [c.token_ids for c in engine.generate(prompts, params)]
         for stop_after in (1, 7):
             events = engine.events(prompts, params)
@@ -207,7 +207,7 @@ def test_tokens_drawn_on_the_card_are_those_drawn_from_its_logits(base: Artifact
         SamplingParams(max_new_tokens=40, temperature=1.3, top_k=40, seed=2, ignore_eos=True),
         SamplingParams(max_new_tokens=40, temperature=1.0, min_p=0.05, seed=3, ignore_eos=True),
     ]
-    with Engine.from_backend(cuda.load(base)) as engine:
+    with Engine.from_backend(cuda.load(base, prefill_mode="decode")) as engine:
         drawn = engine.generate(prompts, params)
         # Log-probabilities make the host choose.
         chosen = engine.generate(prompts, [replace(p, logprobs=0) for p in params])
@@ -215,12 +215,14 @@ def test_tokens_drawn_on_the_card_are_those_drawn_from_its_logits(base: Artifact
 
 
 def test_release_gives_all_memory_back(base: Artifact) -> None:
-    cuda.load(base).release()  # what the process keeps from the first load on: the context, kernels, cuBLAS
+    cuda.load(
+        base, prefill_mode="decode"
+    ).release()  # what the process keeps from the first load on: the context, kernels, cuBLAS
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     for _ in range(5):
-        backend = cuda.load(base)
+        backend = cuda.load(base, prefill_mode="decode")
         assert torch.cuda.memory_allocated() > allocated
         run_alone(backend, prompt_of(80, seed=1), [1, 2, 3])
         backend.release()
@@ -231,7 +233,7 @@ def test_release_gives_all_memory_back(base: Artifact) -> None:
 
 
 def test_two_backends_run_on_two_streams_at_once(base: Artifact) -> None:
-    backends = [cuda.load(base, decode_mode=mode) for mode in ("int4", "fp8")]
+    backends = [cuda.load(base, decode_mode=mode, prefill_mode="decode") for mode in ("int4", "fp8")]
     prompts = [prompt_of(n, seed=n) for n in (30, 100)]
     continuation = prompt_of(40, seed=7)
     expected = [[run_alone(backend, prompt, continuation) for prompt in prompts] for backend in backends]

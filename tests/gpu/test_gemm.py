@@ -69,6 +69,7 @@ def test_residual(dtype: torch.dtype, tile: tuple[int, int]) -> None:
 def test_swiglu(dtype: torch.dtype, tile: tuple[int, int]) -> None:
     for m, channels, k in ((1, 1536, 576), (129, 1568, 127), (200, 72, 960), (300, 1, 64), (64, 127, 256)):
         gemm_checks.check_swiglu(m, channels, k, dtype, tile)
+        gemm_checks.check_swiglu_bf16(m, channels, k, dtype, tile)
 
 
 def test_a_maximum_that_is_not_finite_is_recorded() -> None:
