@@ -20,7 +20,7 @@ from fut_convert.sources.names import EMBEDDING
 from fut_runtime.artifact.spec import MODULES
 
 GROUP = 64
-LAYERS = (0, 15, 29)
+LAYERS = (0, 9)
 CALIBRATION = CalibrationRecipe(windows=4, window_tokens=512)
 
 

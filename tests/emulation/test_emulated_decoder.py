@@ -44,34 +44,35 @@ def prompts_of(*lengths: int, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "decode_mode", "kv_cache"),
+    ("shape", "decode_mode", "kv_cache", "begun"),
     [
-        ("llama", "int4", "int4"),
-        ("llama", "fp8", "int4"),
-        ("llama", "bf16", "bf16"),
-        ("qwen3, groups of 3", "int4", "int4"),
-        ("qwen2, head_dim 80", "fp8", "bf16"),
+        ("llama", "int4", "int4", 64),
+        ("llama", "fp8", "int4", 12),
+        ("llama", "bf16", "bf16", 12),
+        ("qwen3, groups of 3", "int4", "int4", 12),
+        ("qwen2, head_dim 80", "fp8", "bf16", 64),
     ],
 )
 def test_steps_give_the_references_logits(
-    emulated: Library, shape: str, decode_mode: str, kv_cache: str, tmp_path: Path
+    emulated: Library, shape: str, decode_mode: str, kv_cache: str, begun: int, tmp_path: Path
 ) -> None:
     artifact = made(SHAPES[shape], tmp_path)
-    ids, others = prompts_of(76, 9, seed=1)
+    ids, others = prompts_of(begun + 12, 9, seed=1)
     backend = host_backend(emulated, artifact, decode_mode, kv_cache, pages=PAGES)
     # A page is left out, so that those of the longer request do not follow one another.
     before, between = (backend.open_request(10) for _ in range(2))
     backend.close_request(before)
     long, short = backend.open_request(len(ids)), backend.open_request(len(others))
     backend.close_request(between)
-    # More than a page, in two chunks, all logits of the first; then two requests a step.
-    (first,) = backend.prompt_logits(long, ids[:64])
+    # Two chunks, with 64 tokens in the first more than a page, all logits of the first; then two requests a step.
+    (first,) = backend.prompt_logits(long, ids[:begun])
     found = dict(enumerate(first.clone()))
-    found[71] = backend.prefill([(long, ids[64:72])])[0]
+    after = begun + 8
+    found[after - 1] = backend.prefill([(long, ids[begun:after])])[0]
     theirs = {5: backend.prefill([(short, others[:6])])[0]}
     for i in range(3):
-        theirs[6 + i], found[72 + i] = backend.decode([(short, others[6 + i]), (long, ids[72 + i])])
-    found[75] = backend.decode([(long, ids[75])])[0]
+        theirs[6 + i], found[after + i] = backend.decode([(short, others[6 + i]), (long, ids[after + i])])
+    found[after + 3] = backend.decode([(long, ids[after + 3])])[0]
     backend.release()
     loaded = reference.load(artifact, decode_mode=decode_mode, prefill_mode="decode", kv_cache=kv_cache)
     for rows, tokens in ((found, ids), (theirs, others)):
@@ -84,7 +85,7 @@ def test_steps_give_the_references_logits(
 
 def test_a_request_gets_the_same_bits_alone_and_in_company(emulated: Library, tmp_path: Path) -> None:
     backend = host_backend(emulated, made(SHAPES["llama"], tmp_path), "int4", "int4", pages=PAGES)
-    prompts = prompts_of(3, 17, 9, seed=3)
+    prompts = prompts_of(2, 11, 5, seed=3)
     requests = [backend.open_request(20) for _ in range(6)]
     for request, prompt in zip(requests, prompts * 2, strict=True):
         backend.prefill([(request, prompt[:-1])])
