@@ -28,9 +28,8 @@ from fuzzing.limits import MEMORY_BYTES, SECONDS, foreign_error  # noqa: E402
 from fuzzing.reader import OWN_ERRORS, Reader  # noqa: E402
 from fuzzing.readers import READERS  # noqa: E402
 
-#: A process that says nothing for so long hangs where no signal reaches it; on a busy machine its imports take longer.
+#: A process that says nothing for so long hangs where no signal reaches it. A busy machine imports for half a minute.
 _SILENCE_S = 12 * SECONDS
-_START_S = 180
 #: Different faults that are shown of one reader before it is given up.
 _MOST_FAULTS = 50
 
@@ -94,18 +93,18 @@ def _follow(worker: subprocess.Popen[bytes], result: Result, end: float) -> str 
     """Count what a worker says; what ended it before its time, or None."""
     assert worker.stdout is not None
     os.set_blocking(worker.stdout.fileno(), False)
-    heard, rest, patience = time.monotonic(), b"", _START_S
+    heard, rest = time.monotonic(), b""
     while time.monotonic() < end:
         rest += worker.stdout.read() or b""
         *lines, rest = rest.split(b"\n")
         for line in lines:
-            heard, patience = time.monotonic(), _SILENCE_S
+            heard = time.monotonic()
             if line:
                 _count(json.loads(line), result)
         if worker.poll() is not None and not lines:
             return f"the process died with exit code {worker.returncode}"
-        if time.monotonic() - heard > patience:
-            return f"said nothing for {patience} s"
+        if time.monotonic() - heard > _SILENCE_S:
+            return f"said nothing for {_SILENCE_S} s"
         time.sleep(0.05)
     return None
 

@@ -13,6 +13,7 @@ import click
 from fut_runtime.commands.bench_attention import attention
 from fut_runtime.commands.bench_gemm import gemm
 from fut_runtime.commands.bench_prefill import prefill
+from fut_runtime.commands.bench_setup import card_and_facts, json_option
 from fut_runtime.commands.bench_w8a16 import w8a16
 from fut_runtime.commands.options import numbers
 
@@ -76,13 +77,7 @@ bench.add_command(prefill)
     show_default=True,
     help="Also PyTorch's time for the same layers; compiling them takes minutes.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Append a JSON line a case.",
-)
+@json_option("case")
 def decode(
     shape: str,
     batches: list[int],
@@ -105,19 +100,12 @@ def decode(
       fut-run bench decode --shape 8b --batch 1,8,32 --context 1024,4096
       fut-run bench decode --shape 70b --layers 8 --per-layer --mode fp8 --json results.jsonl
     """
-    import torch
-
-    from fut_runtime.backend import check_device
     from fut_runtime.bench.decode import measure
-    from fut_runtime.bench.machine import machine_facts
     from fut_runtime.bench.timing import read_bandwidth
-    from fut_runtime.cuda.load import check_card
 
-    check_device("cuda")
-    device = check_card(torch.device("cuda"))
+    device, facts = card_and_facts()
     plan = _plan(shape, layers, mode, kv_cache)
     plan = replace(plan, batches=batches, contexts=contexts, sampling=sampling)
-    facts = machine_facts(device)
     bandwidth = read_bandwidth(device)
     results = list(measure(plan, bandwidth, per_layer=per_layer, device=device))
     if peers:

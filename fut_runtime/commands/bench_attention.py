@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fut_runtime.commands.bench_setup import append_line, card_and_facts, named_shape
+from fut_runtime.commands.bench_setup import append_line, card_and_facts, json_option, named_shape
 
 if TYPE_CHECKING:
     from fut_runtime.bench.attention import AttentionResult
@@ -27,13 +27,7 @@ _TABLE_WIDTH = 150
     metavar="CASE,…",
     help="Tokens of a prompt, or of those of a batch.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Append a JSON line a case.",
-)
+@json_option("case")
 def attention(shape: str, kv_heads: int | None, head_dim: str | None, prompts: str, json_file: Path | None) -> None:
     """Time causal attention of packed prompts over pages, with BF16 and with E4M3 output, and PyTorch's of the same.
 

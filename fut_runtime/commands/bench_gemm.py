@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fut_runtime.commands.bench_setup import append_line, card_and_facts, named_shape
+from fut_runtime.commands.bench_setup import append_line, card_and_facts, json_option, named_shape
 from fut_runtime.commands.options import numbers
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ _TABLE_WIDTH = 150
     metavar="M,…",
     help="Tokens that are multiplied together.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Append a JSON line a product.",
-)
+@json_option("product")
 def gemm(shape: str, rows: list[int], json_file: Path | None) -> None:
     """Time the four products of a layer with many rows, in E4M3 and in BF16, and PyTorch's for the same matrices.
 

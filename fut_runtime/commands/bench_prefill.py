@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fut_runtime.commands.bench_setup import append_line, card_and_facts, named_shape
+from fut_runtime.commands.bench_setup import append_line, card_and_facts, json_option, named_shape
 from fut_runtime.commands.options import numbers
 
 if TYPE_CHECKING:
@@ -44,13 +44,7 @@ PACKED = ([2048] * 8, [2048] + [128] * 7)
     metavar="FILE",
     help="Draw a roofline of the layers to a PNG.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Append a JSON line a case.",
-)
+@json_option("case")
 def prefill(
     shape: str,
     tokens: list[int],

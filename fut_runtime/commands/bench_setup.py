@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., object])
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +47,17 @@ def card_and_facts() -> tuple[torch.device, dict[str, object]]:
     check_device("cuda")
     device = check_card(torch.device("cuda"))
     return device, machine_facts(device)
+
+
+def json_option(what: str) -> Callable[[Command], Command]:
+    """`--json FILE`, given to the command as `json_file`; `what` has a line of its own there."""
+    return click.option(
+        "--json",
+        "json_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help=f"Append a JSON line a {what}.",
+    )
 
 
 def append_line(file: Path | None, line: dict[str, object]) -> None:

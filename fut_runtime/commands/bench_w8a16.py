@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fut_runtime.commands.bench_setup import append_line, card_and_facts
+from fut_runtime.commands.bench_setup import append_line, card_and_facts, json_option
 from fut_runtime.commands.options import numbers
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ _TABLE_WIDTH = 150
     help="Tokens that are multiplied together.",
 )  # fmt: skip
 @click.option("--tactics", is_flag=True, help="Time every tile and several splits, too.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-    help="Append a JSON line a product.",
-)  # fmt: skip
+@json_option("product")
 def w8a16(sizes: Sequence[tuple[int, int]], rows: list[int], tactics: bool, json_file: Path | None) -> None:
     """Time mm_bf16_fp8: BF16 activations times E4M3 weights that are widened in registers.
 
