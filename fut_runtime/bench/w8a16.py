@@ -16,7 +16,7 @@ from fut_runtime.bench.timing import interleaved_us
 from fut_runtime.cuda import w8a16
 from fut_runtime.cuda.gemm import E4M3
 from fut_runtime.cuda.w8a16 import W8A16Plan
-from fut_runtime.ops import mm_bf16_fp8
+from fut_runtime.ops import mm_bf16_fp8, mm_bf16_fp8_workspace_bytes
 
 #: Several times the L2, so that weights come from memory.
 _LEAST_BYTES = 256 << 20
@@ -133,10 +133,8 @@ class _Product:
 
     def host_us(self) -> float:
         """Median microseconds of a call of the operator, workspace and output given, on a card that keeps up."""
-        nbytes = w8a16.plan(
-            self.a.shape[0], self.weights[0].shape[0], self.a.shape[1],
-            torch.cuda.get_device_properties(self.a.device).multi_processor_count,
-        ).workspace_bytes  # fmt: skip
+        (m, n), k = self.out.shape, self.a.shape[1]
+        nbytes = mm_bf16_fp8_workspace_bytes(m, n, k, device=self.a.device.index)
         workspace = torch.zeros(max(16, nbytes), dtype=torch.uint8, device=self.a.device)
         times = []
         for _ in range(_HOST_CALLS):
