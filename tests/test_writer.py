@@ -44,6 +44,29 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_gap_is_not_saved(tmp_path: Path) -> None:
+    first, second, third, *_ = TENSORS
+    with ArtifactWriter(tmp_path / "out", MANIFEST, inputs={}) as writer:
+        writer.write(first, TENSORS[first])
+        writer.write(third, TENSORS[third])
+        with pytest.raises(ArtifactError, match=f"tensor {third} is written, but not those before it"):
+            writer.save({})
+        writer.write(second, TENSORS[second])
+        writer.save({})
+
+
+def test_a_failure_of_the_hashing_thread_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    first, *_ = TENSORS
+    with ArtifactWriter(tmp_path / "out", MANIFEST, inputs={}) as writer:
+        monkeypatch.setattr(hashing.RunningHash, "update", fail)
+        writer.write(first, TENSORS[first])
+        with pytest.raises(MemoryError):
+            writer.save({})
+
+
 def test_sealed_set_is_reproducible_in_any_order_of_writing(tmp_path: Path) -> None:
     one = write_artifact(tmp_path / "one", MANIFEST, max_shard_bytes=60_000)
     names = list(TENSORS)

@@ -1,19 +1,29 @@
-"""One shard's place on the disk: whole, or what is left of it once most of its tensors have been read."""
+"""One shard's place on the disk: whole, or what is left of it once most of its tensors have been read.
+
+The whole file has the hash that the Hub gives. What is left carries its own in the header, so that a later run does not
+go on with what the disk has changed meanwhile, but fetches it again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fut_convert.errors import CheckpointError
 from fut_convert.sources.base import TensorInfo
 from fut_convert.sources.safetensors_file import SafetensorsFile
 from fut_runtime.artifact.staging import fsync_directory, os_errors
+from fut_runtime.hub.cached_files import matches
 
+#: The header of what is left begins so; then follows the SHA-256, in hex digits, of everything behind it.
+_BEGIN = b'{"__metadata__": {"sha256": "'
+_DIGITS = 64
 _COPY_BYTES = 16 << 20
 
 
@@ -32,6 +42,14 @@ class ShardStore:
         self._file: SafetensorsFile | None = None
         self._readers = 0
         self._idle = threading.Condition()
+
+    def take_up(self, needed: Iterable[str], oid: str) -> bool:
+        """As `open`, for what an earlier run left; `oid` is the hash of the whole shard. What is damaged goes."""
+        if self.whole.exists() and not matches(self.whole, oid):
+            self.whole.unlink()
+        if self._rest.exists() and not _is_intact(self._rest):
+            self._rest.unlink()
+        return self.open(needed)
 
     def open(self, needed: Iterable[str]) -> bool:
         """Open the file that holds all these tensors; False where there is none yet. What is of no use goes."""
@@ -100,13 +118,15 @@ class ShardStore:
 
     def _copy(self, old: SafetensorsFile, tensors: Sequence[TensorInfo]) -> None:
         """Write the rest as a safetensors file of its own."""
-        entries, end = {}, 0
+        entries: dict[str, Any] = {"__metadata__": {"sha256": _DIGITS * "0"}}
+        end = 0
         for info in tensors:
             entries[info.name] = {
                 "dtype": info.dtype, "shape": info.shape, "data_offsets": [end, end + info.nbytes]
             }  # fmt: skip
             end += info.nbytes
         text = json.dumps(entries).encode()
+        digest = hashlib.sha256(text[len(_BEGIN) + _DIGITS :])
         new = self._rest.with_name(f"{self._rest.name}.new")
         buffer = memoryview(bytearray(min(_COPY_BYTES, max(info.nbytes for info in tensors))))
         with os_errors(new, "cannot be written"):
@@ -116,8 +136,21 @@ class ShardStore:
                     for start in range(0, info.nbytes, len(buffer)):
                         part = buffer[: info.nbytes - start]
                         old.read_into(part, info.name, start)
+                        digest.update(part)
                         file.write(part)
+                file.seek(8 + len(_BEGIN))
+                file.write(digest.hexdigest().encode())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self._rest)
             fsync_directory(self._rest.parent)
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether what is left of a shard is as it was written."""
+    with path.open("rb") as file:
+        expected = file.read(8 + len(_BEGIN) + _DIGITS)[-_DIGITS:]
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest().encode() == expected

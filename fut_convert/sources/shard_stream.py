@@ -42,7 +42,8 @@ class ShardStream:
             directory.mkdir(parents=True, exist_ok=True)
             for number, shard in enumerate(plan.order):
                 store = self._stores[shard.name] = ShardStore(shard.name, directory / f"shard-{number:05d}")
-                if store.open(tensor.name for tensor in shard.rest(first_step)):
+                oid = self._files[shard.name].oid
+                if store.take_up((tensor.name for tensor in shard.rest(first_step)), oid):
                     self._arrived(shard)
         self._thread = threading.Thread(target=self._run, name="fut-fetch", daemon=True)
         self._thread.start()

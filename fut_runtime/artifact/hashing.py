@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fut_runtime.errors import ArtifactError
+
 CHUNK_BYTES = 64 << 20
 _BLOCK_BYTES = 4 << 20
 #: Bytes after which a file being written is flushed and dropped from the page cache: a long conversion then neither
@@ -86,10 +88,11 @@ class FollowingHasher:
     """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, int, int] | threading.Event | None] = queue.SimpleQueue()
+        self._expected: dict[int, tuple[Path, str]] = {}
         self._running: dict[int, RunningHash] = {}
         self._flushed: dict[int, int] = {}
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fut-hash", daemon=True)
         self._thread.start()
@@ -99,15 +102,33 @@ class FollowingHasher:
 
         Raises:
             OSError: an earlier read or flush in the background failed.
+            ArtifactError: what `take_up` had checked is not what was written.
         """
         self._raise_error()
         self._work.put((descriptor, front, size))
+
+    def take_up(self, descriptor: int, front: int, size: int, path: Path, sha256: str) -> None:
+        """As `advance`, for a file of which an earlier run wrote bytes 0 … `front`: they must have this SHA-256."""
+        self._expected[descriptor] = path, sha256
+        self.advance(descriptor, front, size)
+
+    def reached(self) -> dict[int, str]:
+        """Wait until all that is written without a gap is hashed; the SHA-256 of that by descriptor.
+
+        Raises:
+            OSError, ArtifactError: as `advance`.
+        """
+        done = threading.Event()
+        self._work.put(done)
+        done.wait()
+        self._raise_error()
+        return {descriptor: running.result().sha256 for descriptor, running in self._running.items()}
 
     def finish(self) -> dict[int, FileHash]:
         """Wait for the thread and return the digests by descriptor.
 
         Raises:
-            OSError: a read or flush in the background failed.
+            OSError, ArtifactError: as `advance`.
         """
         self.stop(drain=True)
         self._raise_error()
@@ -126,11 +147,14 @@ class FollowingHasher:
     def _run(self) -> None:
         buffer = memoryview(bytearray(_BLOCK_BYTES))
         while (item := self._work.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             if self._error is not None:
                 continue
             try:
                 self._follow(*item, buffer)
-            except OSError as error:
+            except Exception as error:
                 self._error = error
 
     def _follow(self, descriptor: int, front: int, size: int, buffer: memoryview) -> None:
@@ -145,5 +169,19 @@ class FollowingHasher:
                 os.fdatasync(descriptor)
                 os.posix_fadvise(descriptor, flushed, running.size - flushed, os.POSIX_FADV_DONTNEED)
                 self._flushed[descriptor] = running.size
-        if running.size == size and not self._stopped:
+        if self._stopped:
+            return
+        if descriptor in self._expected:
+            path, sha256 = self._expected.pop(descriptor)
+            check_saved(path, running.size, running.result().sha256, sha256)
+        if running.size == size:
             os.fsync(descriptor)
+
+
+def check_saved(path: Path, size: int, found: str, expected: str) -> None:
+    """Check that what an interrupted run has saved is still what it was; ArtifactError otherwise."""
+    if found != expected:
+        raise ArtifactError(
+            f"{path}: its first {size} bytes have SHA-256 {found}, expected {expected} from when they were saved; the "
+            "file was changed, or its disk is failing: begin anew with --restart"
+        )

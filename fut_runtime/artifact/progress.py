@@ -1,11 +1,13 @@
 """How far a half-written artifact is: what a later run needs to go on where this one stopped.
 
 A directory `.fut_progress` in `OUT.partial` holds `progress.json`, replaced as a whole whenever a step is done, and the
-files it names. It goes when the artifact is sealed.
+files it names. It goes when the artifact is sealed. Record, files and the artifact's tensors have hashes, so that what
+has changed on the disk meanwhile is not sealed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fut_runtime.artifact.hashing import check_saved, hash_file
 from fut_runtime.artifact.paths import LOCK_FILE, PROGRESS_DIRECTORY
 from fut_runtime.artifact.staging import fsync_directory, os_errors, write_file
 from fut_runtime.errors import ArtifactError
@@ -24,7 +27,7 @@ from fut_runtime.errors import ArtifactError
 _RECORD = "progress.json"
 #: A directory beside the record whose contents its user looks after.
 INPUT_DIRECTORY = "input"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 #: Differences that a message lists.
 _MOST_SHOWN = 4
 
@@ -39,6 +42,7 @@ class Progress:
         written: tensors that are whole and on the disk.
         state: whatever else the writer's user needs to go on.
         files: name -> file in the progress directory, of data too large for `state`.
+        hashes: SHA-256 of each of those files, and of each shard as far as it is written, by file name.
     """
 
     serial: int
@@ -46,6 +50,7 @@ class Progress:
     written: tuple[str, ...]
     state: Mapping[str, Any]
     files: Mapping[str, str]
+    hashes: Mapping[str, str]
 
 
 class ProgressKeeper:
@@ -96,26 +101,36 @@ class ProgressKeeper:
         self,
         base: Path,
         written: Iterable[str],
+        shards: Mapping[str, str],
         state: Mapping[str, Any],
         tensors: Mapping[str, Iterable[Tensor]],
     ) -> None:
         """Record a step, see `save_progress`."""
         if self._inputs is None:
             raise ValueError("a writer without inputs saves nothing")
-        self._saved = save_progress(base, self._saved, self._inputs, written, state, tensors)
+        self._saved = save_progress(base, self._saved, self._inputs, written, shards, state, tensors)
 
     def saved_file(self, base: Path, name: str) -> Path:
-        """File that holds the bytes of the tensors that the interrupted run saved under a name."""
+        """File that holds the bytes of the tensors that the interrupted run saved under a name.
+
+        Raises:
+            ArtifactError: it cannot be read, or holds others now.
+        """
         if self.resumed is None:
             raise ValueError("this run continues no other")
-        return base / PROGRESS_DIRECTORY / self.resumed.files[name]
+        path = base / PROGRESS_DIRECTORY / self.resumed.files[name]
+        with os_errors(path, "cannot be read"):
+            found = hash_file(path)
+        check_saved(path, found.size, found.sha256, self.resumed.hashes[path.name])
+        return path
 
 
 def read_progress(base: Path) -> Progress | None:
     """The progress recorded in a half-written artifact; None where there is none, or none that this version reads."""
     try:
-        data = json.loads((base / PROGRESS_DIRECTORY / _RECORD).read_bytes())
-        if data.pop("format_version") != _FORMAT_VERSION:
+        record = json.loads((base / PROGRESS_DIRECTORY / _RECORD).read_bytes())
+        data = record["progress"]
+        if record["format_version"] != _FORMAT_VERSION or record["sha256"] != _digest(data):
             return None
         return Progress(**{**data, "written": tuple(data["written"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -127,6 +142,7 @@ def save_progress(
     before: Progress | None,
     inputs: Mapping[str, Any],
     written: Iterable[str],
+    shards: Mapping[str, str],
     state: Mapping[str, Any],
     tensors: Mapping[str, Iterable[Tensor]],
 ) -> Progress:
@@ -135,6 +151,7 @@ def save_progress(
     Args:
         base: the half-written artifact.
         before: the progress recorded there.
+        shards: SHA-256 of what is written of each shard, by file name.
         tensors: name -> host tensors whose bytes make its file.
 
     Raises:
@@ -145,11 +162,12 @@ def save_progress(
     files = {name: f"{name}.{serial}" for name in tensors}
     with os_errors(directory, "cannot be made"):
         directory.mkdir(exist_ok=True)
-    for name, parts in tensors.items():
-        _write_tensors(directory / files[name], parts)
-    progress = Progress(serial, inputs, tuple(written), state, files)
+    hashes = {files[name]: _write_tensors(directory / files[name], parts) for name, parts in tensors.items()}
+    progress = Progress(serial, inputs, tuple(written), state, files, {**shards, **hashes})
     new = directory / f"{_RECORD}.new"
-    write_file(new, json.dumps({"format_version": _FORMAT_VERSION, **vars(progress)}).encode())
+    data = json.loads(json.dumps(vars(progress)))
+    record = {"format_version": _FORMAT_VERSION, "sha256": _digest(data), "progress": data}
+    write_file(new, json.dumps(record).encode())
     with os_errors(new, "cannot be put in place"):
         # The files' names must be on the disk before the record that names them.
         fsync_directory(directory)
@@ -195,12 +213,22 @@ def remove(entry: Path) -> None:
         entry.unlink()
 
 
-def _write_tensors(path: Path, parts: Iterable[Tensor]) -> None:
+def _write_tensors(path: Path, parts: Iterable[Tensor]) -> str:
+    """Write tensors to a file; returns its SHA-256."""
+    digest = hashlib.sha256()
     with os_errors(path, "cannot be written"), path.open("wb") as file:
         for part in parts:
-            file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+            data = part.contiguous().view(-1).view(torch.uint8).numpy().data
+            digest.update(data)
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _digest(data: Any) -> str:
+    """SHA-256 of JSON data."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -38,6 +38,11 @@ class OpenShard:
         for place in present:
             self.advance(place.spec.name)
 
+    @property
+    def beyond_gap(self) -> str | None:
+        """The first tensor that is written although one before it is not."""
+        return next((p.spec.name for p in self.shard.tensors[self._next :] if p.spec.name in self.written), None)
+
     def write(self, place: TensorPlace, tensor: Tensor, skip_bytes: int = 0) -> None:
         """Write one tensor's bytes, or some of them from `skip_bytes` on."""
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

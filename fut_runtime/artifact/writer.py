@@ -196,7 +196,8 @@ class ArtifactWriter:
             tensors: name -> host tensors whose bytes `saved_file` gives back.
 
         Raises:
-            ArtifactError: a tensor is written in part, or the disk refuses.
+            ArtifactError: a tensor is written in part, or while one before it in the file is not; or the disk refuses,
+                or does not hold any more what an interrupted writer wrote.
         """
         self._check_open()
         written = [name for shard in self._shards for name in shard.written]
@@ -204,12 +205,21 @@ class ArtifactWriter:
         if partly:
             raise ArtifactError(f"{self._base}: tensor {partly[0]} is written in part")
         for shard in self._shards:
+            if shard.beyond_gap:
+                raise ArtifactError(f"{shard.path}: tensor {shard.beyond_gap} is written, but not those before it")
             shard.flush()
-        self._progress.save(self._base, written, state, tensors or {})
+        with os_errors(self._base, "cannot be read back or flushed"):
+            digests = self._hasher.reached()
+        hashes = {shard.shard.name: digests[shard.descriptor] for shard in self._shards if shard.written}
+        self._progress.save(self._base, written, hashes, state, tensors or {})
         self._staging.keeping = True
 
     def saved_file(self, name: str) -> Path:
-        """File that holds the bytes of the tensors saved under a name by the writer that this one goes on from."""
+        """File that holds the bytes of the tensors saved under a name by the writer that this one goes on from.
+
+        Raises:
+            ArtifactError: it cannot be read, or holds others now.
+        """
         return self._progress.saved_file(self._base, name)
 
     def work_file(self, name: str) -> Path:
@@ -314,13 +324,14 @@ class ArtifactWriter:
                 self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
 
     def _hash_fronts(self) -> None:
-        """Have what an interrupted writer has written hashed."""
+        """Have what an interrupted writer has written hashed, and compared with what it was."""
         for shard in self._shards:
             for name in shard.written:
                 rows = self._places[name][1].spec.shape[0]
                 self._parts[name] = _Parts(claimed=rows, written=rows)
-            if shard.written:
-                self._hasher.advance(shard.descriptor, shard.front, shard.shard.nbytes)
+            if shard.written and self._progress.resumed is not None:
+                sha256 = self._progress.resumed.hashes[shard.shard.name]
+                self._hasher.take_up(shard.descriptor, shard.front, shard.shard.nbytes, shard.path, sha256)
 
     def _check_open(self) -> None:
         if self._finished:

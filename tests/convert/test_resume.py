@@ -158,7 +158,7 @@ def test_files_that_were_cut_are_refused(tiny_checkpoint: Make, tmp_path: Path, 
     states = next((tmp_path / "out.partial" / ".fut_progress").glob("calibration.*"))
     whole = states.read_bytes()
     states.write_bytes(whole[:-1])
-    with pytest.raises(ArtifactError, match=r"calibration\.\d+: cannot be read"):
+    with pytest.raises(ArtifactError, match=r"calibration\.\d+: its first \d+ bytes have SHA-256 .*--restart"):
         convert(str(checkpoint), out, overrides=RECIPES["rtn"])
     states.write_bytes(whole)
     shard = next((tmp_path / "out.partial").glob("*.safetensors"))
@@ -170,7 +170,38 @@ def test_files_that_were_cut_are_refused(tiny_checkpoint: Make, tmp_path: Path, 
     Artifact.open(out, verify=True)
 
 
-@pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"format_version": 2}', b'{"format_version": 1, "serial": 3}'])
+def flip_a_bit(file: Path, byte: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[byte] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_bit_that_flips_while_nothing_runs_is_not_sealed(
+    recipe: str, tiny_checkpoint: Make, tmp_path: Path, save_every_layer: None
+) -> None:
+    checkpoint, out = tiny_checkpoint(layers=3), tmp_path / "out"
+    partial, record = tmp_path / "out.partial", tmp_path / "out.partial" / ".fut_progress" / "progress.json"
+    expected = sealed(convert(str(checkpoint), tmp_path / "whole", overrides=RECIPES[recipe], report=False).path)
+    interrupted(checkpoint, out, RECIPES[recipe], 2)
+    saved = json.loads(record.read_bytes())["progress"]["hashes"]
+    files = [path for path in partial.rglob("*") if path.name in saved]
+    assert len(files) == len(saved) == {"uncalibrated": 1, "rtn": 2, "gptq": 3}[recipe]
+    # The first byte behind a shard's header, which is written anew, and one of the last layer that is done.
+    for file, byte in [(f, b) for f in files for b in ((12288, 400_000) if f.suffix == ".safetensors" else (0, -1))]:
+        flip_a_bit(file, byte)
+        with pytest.raises(ArtifactError, match=rf"{file}: its first \d+ bytes have SHA-256 \w+, expected .*--restart"):
+            convert(str(checkpoint), out, overrides=RECIPES[recipe], report=False)
+        assert not out.exists()
+        flip_a_bit(file, byte)
+    whole = record.read_bytes()
+    flip_a_bit(record, whole.index(b'"embed_amax": ') + len('"embed_amax": '))
+    assert json.loads(record.read_bytes()) != json.loads(whole)
+    assert convert(str(checkpoint), out, overrides=RECIPES[recipe], report=False).resumed_layers is None
+    assert sealed(out) == expected
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"format_version": 3}', b'{"format_version": 2, "serial": 3}'])
 def test_a_record_that_says_nothing_is_cleared_away(
     record: bytes, tiny_checkpoint: Make, tmp_path: Path, save_every_layer: None
 ) -> None:

@@ -244,6 +244,28 @@ def test_one_that_was_streamed_may_go_on_without_and_the_other_way_round(
     assert sealed(tmp_path / "streamed-first") == sealed(tmp_path / "whole-first")
 
 
+def test_what_is_damaged_while_nothing_runs_is_fetched_again(
+    hub: LocalHub, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    publish(hub, tiny_checkpoint(layers=6, tied=True, shards=4))
+    recipe = {**RECIPES["rtn"], "head": "e4m3"}
+    expected = whole(tmp_path / "whole", recipe)
+    shutil.rmtree(tmp_path / "hub-cache")
+    out, left = tmp_path / "out", tmp_path / "out.partial" / ".fut_progress" / "input"
+    interrupted(MODEL, out, recipe, 3, stream=True, report=False)
+    # The embedding is kept for the head.
+    assert {"shard-00000.rest", "shard-00002"} <= {p.name for p in left.iterdir()}
+    for name in ("shard-00000.rest", "shard-00002"):
+        data = bytearray((left / name).read_bytes())
+        data[-1] ^= 1
+        (left / name).write_bytes(data)
+    before = len(hub.sent)
+    found, _ = stream(out, recipe)
+    assert found == expected
+    fetched = {n for n, a, b in hub.sent[before:] if b - a == 10_000}
+    assert {"model-00001-of-00004.safetensors", "model-00003-of-00004.safetensors"} <= fetched
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_branch_that_has_moved_on_is_gone_back_from(
     streaming: bool, hub: LocalHub, tiny_checkpoint: Make, tmp_path: Path
