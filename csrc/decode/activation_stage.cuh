@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "../ptx/bulk_copy.cuh"
+#include "../ptx/pack.cuh"
 #include "../ptx/thread.cuh"
 #include "projection_params.cuh"
 
@@ -55,16 +56,6 @@ __device__ __forceinline__ void fetch_activations(const ProjectionParams& p, int
       for (int i = 0; i < 8; ++i) place[i] = column + i < p.cols ? from[column + i] : __float2bfloat16(0.f);
     }
   }
-}
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // The power of two that brings `maximum` into [2^14, 2^15), as far as FP32 can hold it; 1 for zero.
@@ -145,7 +136,7 @@ __device__ __forceinline__ void place_chunk(uint4 packed, float factor, uint8_t*
 #pragma unroll
     for (int distance = 1; distance < kGroup / 8; distance *= 2)
       sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
-    if (real && chunk * 8 % kGroup == 0) corrections[chunk * 8 / kGroup * (8 * kTokenTiles)] = sum;
+    if (real && chunk * 8 % kGroup == 0) corrections[chunk * 8 / kGroup * (8 * kTokenTiles)] = -sum;
   } else if (real) {
     *reinterpret_cast<uint4*>(row + ((chunk & ~7) + (chunk & 1) * 4 + (chunk >> 1 & 3)) * 16) =
         make_uint4(halves[0], halves[1], halves[2], halves[3]);

@@ -1,6 +1,6 @@
 // The GEMM: C = A B^T, A [m, k] and B [n, k] of one type, by persistent CTAs of three warpgroups. One warp fetches
-// stages of both through the copy engine, another the factors of rows and columns; two warpgroups multiply 64 rows each
-// and finish their own rows. CTAs of a cluster lie one below the other: each fetches half of B's rows for both.
+// stages of both through the copy engine, three others the factors of rows and columns; two warpgroups multiply 64 rows
+// each and finish their own rows. CTAs of a cluster lie one below the other: each fetches half of B's rows for both.
 
 #pragma once
 
@@ -73,15 +73,18 @@ __device__ __forceinline__ void fetch_operands(GemmRing<kTileN>& ring, const CUt
   }
 }
 
-// One warp.
+// One of kVectorWarps warps.
 template <int kTileN, class Params>
 __device__ __forceinline__ void fetch_vectors(GemmShared<kTileN, Params>& shared, const GemmScales& scales,
-                                              const GemmShape& shape, int rank, int lane) {
+                                              const GemmShape& shape, int rank, int warp, int lane) {
   RingPlace<2> place;
   TileWalk walk(shape, rank);
   for (int row0, column0; walk.take(shape, row0, column0);) {
     barrier_wait(&shared.vectors_empty[place.stage], place.phase ^ 1);
-    fetch_tile_vectors(shared.vectors[place.stage], scales, row0, shape.m, column0, shape.n, lane);
+    if (warp < kRowVectorWarps)
+      fetch_row_vectors(shared.vectors[place.stage], scales, row0, shape.m, warp, lane);
+    else
+      fetch_column_vectors(shared.vectors[place.stage], scales, column0, shape.n, lane);
     barrier_arrive(&shared.vectors_full[place.stage]);
     place.advance();
   }
@@ -179,7 +182,7 @@ __global__ __launch_bounds__(kGemmThreads, 1) void gemm(const __grid_constant__ 
       barrier_init(&shared.ring.empty[i], kReleasing * shape.cluster);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&shared.vectors_full[i], 32);
+      barrier_init(&shared.vectors_full[i], 32 * kVectorWarps);
       barrier_init(&shared.vectors_empty[i], kReleasing);
       barrier_init(&shared.turn[i], 4);
     }
@@ -195,8 +198,9 @@ __global__ __launch_bounds__(kGemmThreads, 1) void gemm(const __grid_constant__ 
     fewer_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers) {
       if (lane == 0) fetch_operands<Element, kTileN>(shared.ring, &map_a, &map_b, shape, rank);
-    } else if (warp == 4 * kConsumers + 1) {
-      fetch_vectors(shared, scales, shape, rank, lane);
+    } else {
+      static_assert(kVectorWarps == 3, "all other warps of the producers");
+      fetch_vectors(shared, scales, shape, rank, warp - 4 * kConsumers - 1, lane);
     }
     __syncwarp();
   } else {

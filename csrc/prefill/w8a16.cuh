@@ -25,6 +25,7 @@ struct __align__(1024) W8a16Shared {
   uint8_t activations[kStages][kTokens * 2 * kW8a16Stage];
   uint8_t weights[kStages][kChannels * kW8a16Stage];
   uint64_t full[kStages], empty[kStages];
+  uint64_t turn[2];  // the other warpgroup has waited for all of its unit's stages
   uint32_t arrived[2];
 };
 
@@ -61,11 +62,12 @@ __device__ __forceinline__ void fetch_w8a16(W8a16Shared<kTokens, kChannels>& sha
   }
 }
 
-// Stage after stage, two sets of registers in turn: while the tensor cores read one, the other is converted.
-template <class Activation, int kTokens, int kChannels, class Release>
+// Stage after stage, two sets of registers in turn: while the tensor cores read one, the other is converted. `issued()`
+// is called once all of the unit's stages have been waited for.
+template <class Activation, int kTokens, int kChannels, class Release, class Issued>
 __device__ __forceinline__ void multiply_w8a16(float (&d)[kTokens / 2], W8a16Shared<kTokens, kChannels>& shared,
                                                RingPlace<W8a16Shared<kTokens, kChannels>::kStages>& place, int stages,
-                                               int row, int lane, Release release) {
+                                               int row, int lane, Release release, Issued issued) {
   StageFragments fragments[2];
   int previous = 0;
   settle(d);
@@ -82,6 +84,7 @@ __device__ __forceinline__ void multiply_w8a16(float (&d)[kTokens / 2], W8a16Sha
         for (int step = 0; step < kW8a16Stage / 16; ++step)
           wgmma(Activation{}, d, fragments[i][step], b + 2 * step, s + i + step > 0);
         wgmma_commit();
+        if (s + i + 1 == stages) issued();
         wgmma_wait<1>();
         if (s + i > 0) release(previous);
         previous = place.stage;
@@ -105,6 +108,12 @@ __device__ __forceinline__ void consume_w8a16(W8a16Shared<kTokens, kChannels>& s
   const auto release = [&](int stage) {
     if (lane == 0) barrier_arrive(&shared.empty[stage]);
   };
+  // As in the GEMM (consume_in_turn): a stage's phase can be told by its parity only after the use before has been
+  // waited for. The first turn is the first warpgroup's.
+  const auto issued = [&] {
+    if (kInTurns && lane == 0) barrier_arrive(&shared.turn[warpgroup ^ 1]);
+  };
+  uint32_t phase = warpgroup ^ 1;
   float d[kTokens / 2];
   int turn = 0;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x, turn ^= 1) {
@@ -113,7 +122,12 @@ __device__ __forceinline__ void consume_w8a16(W8a16Shared<kTokens, kChannels>& s
       place.skip(u.stages);
       continue;
     }
-    multiply_w8a16<Activation, kTokens, kChannels>(d, shared, place, u.stages, warp_row + lane / 4, lane, release);
+    if (kInTurns) {
+      barrier_wait(&shared.turn[warpgroup], phase);
+      phase ^= 1;
+    }
+    multiply_w8a16<Activation, kTokens, kChannels>(d, shared, place, u.stages, warp_row + lane / 4, lane, release,
+                                                   issued);
     const int64_t part = static_cast<int64_t>(unit / p.splits) * (kChannels / 64) + (kInTurns ? 0 : warpgroup);
     if (p.splits > 1 && !merge_splits<kTokens>(d, p, part, parts, u.split, warpgroup, &shared.arrived[warpgroup]))
       continue;
@@ -141,6 +155,7 @@ __global__ __launch_bounds__(kW8a16Threads, 1) void w8a16(const __grid_constant_
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&weights);
     prefetch_tensor_map(&activations);
+    for (int i = 0; i < 2; ++i) barrier_init(&shared.turn[i], 4);
     for (int i = 0; i < W8a16Shared<kTokens, kChannels>::kStages; ++i) {
       barrier_init(&shared.full[i], 1);
       barrier_init(&shared.empty[i], kChannels / 16);  // warps that read the stage
