@@ -1,5 +1,5 @@
-// A block a page and KV head. The bytes of a token lie scattered over its block of the cache, so a page whose tokens
-// are all at hand is put together in shared memory and written in whole vectors; of others, token by token.
+// A CTA a page, KV head, and K or V. The bytes of a token lie scattered over its block of the cache, so a page whose
+// tokens are all at hand is put together in shared memory and written in whole vectors; of others, token by token.
 
 #include "../decode/kv_append.cuh"
 #include "../host/error.h"
@@ -11,7 +11,8 @@ namespace fut {
 
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 16;
+constexpr int kWarpTokens = kPageTokens / kWarps;  // all fetched at once, for what they take is latency
 
 struct CacheCopyParams {
   const __nv_bfloat16* history[2];  // K, V
@@ -36,38 +37,68 @@ __device__ __forceinline__ HeadVector<kDim> history_head(const __nv_bfloat16* fr
 template <int kDim, int kBits>
 constexpr int kBlockBytes = kBits == 4 ? Int4Block<kDim>::kBytes : Bf16Block<kDim>::kBytes;
 
+// Bytes `first` to `end` of a block.
+struct Section {
+  int first, end;
+};
+
+// What K (index 0) and V (1) take of a block.
+template <int kDim, int kBits>
+__device__ __forceinline__ Section elements_of(int which) {
+  constexpr int kValues = kBits == 4 ? Int4Block<kDim>::kValues : Bf16Block<kDim>::kValues;
+  constexpr int kEnd = kBits == 4 ? Int4Block<kDim>::kKeyScales : Bf16Block<kDim>::kBytes;
+  return which == 0 ? Section{0, kValues} : Section{kValues, kEnd};
+}
+
+template <int kDim>
+__device__ __forceinline__ Section scales_of(int which) {
+  using Block = Int4Block<kDim>;
+  return which == 0 ? Section{Block::kKeyScales, Block::kValueScales} : Section{Block::kValueScales, Block::kBytes};
+}
+
+__device__ __forceinline__ void store_section(uint8_t* to, const uint8_t* from, Section section) {
+  for (int i = section.first + 16 * static_cast<int>(threadIdx.x); i < section.end; i += 16 * 32 * kWarps)
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+}
+
 template <int kDim, int kBits>
 __global__ void __launch_bounds__(32 * kWarps) copy_to_cache(const __grid_constant__ CacheCopyParams p) {
   extern __shared__ __align__(16) uint8_t whole_block[];
   __shared__ NewestToken<kDim> newest[kWarps];
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.y;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.y, which = blockIdx.z;
   const fut_page_span span = p.spans[blockIdx.x];
   const int64_t history_page = p.history_table[int64_t{span.slot} * p.history_width + span.page];
   const int64_t page = p.cache_table[int64_t{span.slot} * p.cache_width + span.page];
   uint8_t* const block = p.layer_pool + page * p.page_stride + int64_t{kv_head} * kBlockBytes<kDim, kBits>;
   const bool whole = span.count == kPageTokens;
-  const int64_t head = (history_page * p.kv_heads + kv_head) * kPageTokens;
-  for (int i = warp; i < 2 * span.count; i += kWarps) {
-    const int which = i >= span.count;
-    const int token = span.first + i - which * span.count;
-    const HeadVector<kDim> x = history_head<kDim>(p.history[which] + (head + token) * kDim, lane);
-    finish_newest<kDim, kBits>(newest[warp], which, x, p.rotation, p.zero_point, lane);
-    store_newest<kDim, kBits>(whole ? whole_block : block, newest[warp], which, token, lane);
+  const int64_t head = (history_page * p.kv_heads + kv_head) * kPageTokens + span.first;
+  HeadVector<kDim> x[kWarpTokens] = {};
+#pragma unroll
+  for (int i = 0; i < kWarpTokens; ++i) {
+    const int token = warp + i * kWarps;
+    if (token < span.count) x[i] = history_head<kDim>(p.history[which] + (head + token) * kDim, lane);
+  }
+#pragma unroll
+  for (int i = 0; i < kWarpTokens; ++i) {
+    const int token = warp + i * kWarps;
+    if (token >= span.count) break;
+    finish_newest<kDim, kBits>(newest[warp], which, x[i], p.rotation, p.zero_point, lane);
+    store_newest<kDim, kBits>(whole ? whole_block : block, newest[warp], which, span.first + token, lane);
     __syncwarp();
   }
   if (!whole) return;
   __syncthreads();
-  for (int i = threadIdx.x; i < kBlockBytes<kDim, kBits> / 16; i += 32 * kWarps)
-    reinterpret_cast<uint4*>(block)[i] = reinterpret_cast<const uint4*>(whole_block)[i];
+  store_section(block, whole_block, elements_of<kDim, kBits>(which));
+  if constexpr (kBits == 4) store_section(block, whole_block, scales_of<kDim>(which));
 }
 
 template <int kDim, int kBits>
 cudaError_t launch(const CacheCopyParams& params, int count, bool dependent, cudaStream_t stream) {
   const cudaError_t shared = share_multiprocessor(copy_to_cache<kDim, kBits>);
   if (shared != cudaSuccess) return shared;
-  const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(params.kv_heads));
+  const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(params.kv_heads), 2);
   const LaunchShape shape = {grid, 32 * kWarps, kBlockBytes<kDim, kBits>, 1, dependent};
   return launch_kernel(copy_to_cache<kDim, kBits>, shape, stream, params);
 }

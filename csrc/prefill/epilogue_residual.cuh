@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "../ptx/global_load.cuh"
 #include "epilogue.cuh"
 
 namespace fut {
@@ -14,40 +15,55 @@ struct AddResidual {
 
   // What 64 columns of one of a lane's rows hold before: [32 columns][word].
   using Before = uint32_t[2][4];
+  // Pieces of 64 columns of a row that are loaded ahead of the one that is finished: as many as there are registers
+  // for. Nothing else hides the loads' latency, and the compiler moves none of them over a store.
+  static constexpr int kAhead = 2;
 
-  template <int kTileN>
+  // `kWhole`: all of the tile's columns are there.
+  template <bool kWhole, int kTileN>
   __device__ __forceinline__ static void load(const Params& p, const EpilogueTile<kTileN>& tile, int block, int half,
                                               Before& before) {
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       const int column = tile.column0 + 64 * block + 32 * part + 8 * (tile.lane & 3);
-      const int bytes = tile.has_row(half) ? 2 * (tile.columns - column) : 0;
-      load_bytes(p.residual + tile.row(half) * p.residual_stride_bytes + 2 * column, before[part], bytes);
+      const uint8_t* from = p.residual + tile.row(half) * p.residual_stride_bytes + 2 * column;
+      if constexpr (kWhole)
+        load_if(from, before[part], tile.has_row(half));
+      else
+        load_bytes(from, before[part], tile.has_row(half) ? 2 * (tile.columns - column) : 0);
     }
   }
 
   template <int kTileN>
   __device__ __forceinline__ static void store(const Params& p, float (&d)[kTileN / 2],
                                                const EpilogueTile<kTileN>& tile) {
+    if (tile.columns - tile.column0 >= kTileN)
+      store_tile<true, kTileN>(p, d, tile);
+    else
+      store_tile<false, kTileN>(p, d, tile);
+  }
+
+  template <bool kWhole, int kTileN>
+  __device__ __forceinline__ static void store_tile(const Params& p, const float (&d)[kTileN / 2],
+                                                    const EpilogueTile<kTileN>& tile) {
+    constexpr int kPieces = kTileN / 32;  // two rows of 64 columns each
     QuantizedRecord record;
     float squares[2] = {0.f, 0.f};
-    Before before[2];
-    load(p, tile, 0, 0, before[0]);
-    load(p, tile, 0, 1, before[1]);
+    Before before[kAhead + 1];
 #pragma unroll
-    for (int block = 0; block < kTileN / 64; ++block) {
+    for (int i = 0; i < kAhead; ++i) load<kWhole, kTileN>(p, tile, i / 2, i % 2, before[i]);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        add(p, d, tile, block, half, before[half], record, squares[half]);
-        if (block + 1 < kTileN / 64) load(p, tile, block + 1, half, before[half]);
-      }
-      if (block % 2 == 1 && p.square_sums != nullptr) store_squares(p, tile, block / 2, squares);
+    for (int i = 0; i < kPieces; ++i) {
+      if (i + kAhead < kPieces)
+        load<kWhole, kTileN>(p, tile, (i + kAhead) / 2, i + kAhead & 1, before[(i + kAhead) % (kAhead + 1)]);
+      add<kWhole, kTileN>(p, d, tile, i / 2, i % 2, before[i % (kAhead + 1)], record, squares[i % 2]);
+      if (i % 4 == 3 && p.square_sums != nullptr) store_squares(p, tile, i / 4, squares);
     }
     if (p.quantized.data != nullptr) record.publish(p.quantized, tile);
   }
 
   // 64 columns of one row.
-  template <int kTileN>
+  template <bool kWhole, int kTileN>
   __device__ __forceinline__ static void add(const Params& p, const float (&d)[kTileN / 2],
                                              const EpilogueTile<kTileN>& tile, int block, int half, Before& before,
                                              QuantizedRecord& record, float& squares) {
@@ -74,7 +90,8 @@ struct AddResidual {
       quad_transpose(w, tile.lane);
       const int column = tile.column0 + 64 * block + 32 * part + 8 * (tile.lane & 3);
       if (tile.has_row(half))
-        store_bytes(p.out + tile.row(half) * p.out_stride_bytes + 2 * column, w, 2 * (tile.columns - column));
+        store_bytes(p.out + tile.row(half) * p.out_stride_bytes + 2 * column, w,
+                    kWhole ? 16 : 2 * (tile.columns - column));
     }
     if (p.quantized.data == nullptr) return;
     // Lane q held columns 8 j + 2 q and the next of eight j, two j a word; now this lane has two j of all four lanes.
@@ -83,7 +100,8 @@ struct AddResidual {
                            __byte_perm(e4m3[0], e4m3[1], 0x7632), __byte_perm(e4m3[2], e4m3[3], 0x7632)};
     const int column = tile.column0 + 64 * block + 16 * (tile.lane & 3);
     if (tile.has_row(half))
-      store_bytes(p.quantized.data + tile.row(half) * p.quantized.stride + column, w, tile.columns - column);
+      store_bytes(p.quantized.data + tile.row(half) * p.quantized.stride + column, w,
+                  kWhole ? 16 : tile.columns - column);
   }
 
   template <int kTileN>

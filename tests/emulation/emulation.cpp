@@ -164,7 +164,7 @@ void run_cluster(int first_block, int threads) {
         current = t;
         threadIdx = dim3(static_cast<unsigned>(t % threads));
         const unsigned block = static_cast<unsigned>(first_block + t / threads);
-        blockIdx = dim3(block % gridDim.x, block / gridDim.x);
+        blockIdx = dim3(block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y);
         swapcontext(&scheduler, &fibers[t]->context);
         left -= fibers[t]->done;
       }
@@ -189,7 +189,7 @@ void launch(dim3 grid, int threads, int cluster_of, std::function<void()> work) 
   cluster_size = cluster_of;
   while (static_cast<int>(ctas.size()) < cluster_size) ctas.push_back(std::make_unique<Cta>());
   ctas.resize(cluster_size);
-  std::vector<int> order(grid.x * grid.y / cluster_size);
+  std::vector<int> order(grid.x * grid.y * grid.z / cluster_size);
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
   std::shuffle(order.begin(), order.end(), random_numbers);
   for (const int index : order) run_cluster(index * cluster_size, threads);
