@@ -18,6 +18,7 @@ from fut_convert.reading_order import ReadingOrder
 from fut_convert.sources import Source
 from fut_convert.sources.names import HEAD
 from fut_convert.workers import worker_count
+from fut_runtime.artifact.layout import layer_tensors
 from fut_runtime.artifact.manifest import Manifest
 from fut_runtime.artifact.spec import MODULES, ModelSpec
 from fut_runtime.evaluate.perplexity import LOGIT_ROWS
@@ -33,6 +34,10 @@ _CPU_BLOCK_BYTES = 32
 _GPU_BLOCK_BYTES = 8
 #: FP32 copies of gate and up that live at once while a batch of calibration windows passes the MLP on a CPU.
 _WIDE_COPIES = 5
+#: What malloc keeps of calibration's blocks: those of less than 32 MB come from heaps that seldom shrink.
+_HEAP_BYTES = 100_000_000
+#: Bytes that a tokenizer takes for an entry of its vocabulary.
+_TOKEN_BYTES = 800
 #: While GPTQ works on a module: bytes an entry of its Hessian takes (FP64 factors), and bytes a weight takes.
 _HESSIAN_BYTES = 28
 _SOLVER_BYTES = 20
@@ -85,8 +90,12 @@ def estimate_host_bytes(
         fixed += (_DEQUANTIZED_BYTES if windows is None else _KEPT_BYTES) * widest
         if HEAD in source.quantized:
             fixed += _DEQUANTIZED_BYTES * max(0, model.vocab_size * model.hidden_size - widest)
+    if windows is not None or evaluation is not None:
+        fixed += _TOKEN_BYTES * model.vocab_size
     if windows is None:
         return fixed + reported
+    if on_cpu:
+        fixed += _HEAP_BYTES
     # A stacked module exists in parts and as a whole while it is put together.
     layer = element * (sum(weights.values()) + max(weights.values()))
     if manifest.kv_cache.v_folded:
@@ -170,10 +179,12 @@ def _report_host_bytes(
     model = manifest.model
     embedding = element * model.vocab_size * model.hidden_size
     matrix = max(_module_weights(model).values())
+    # The artifact's pages are given back layer by layer.
+    fixed = _PLOT_BYTES + sum(tensor.nbytes for tensor in layer_tensors(manifest, 0))
     if device.type != "cpu":
-        return _PLOT_BYTES + 2 * max(element * matrix, embedding)
+        return fixed + 2 * max(element * matrix, embedding)
     running = report_bytes(manifest, device, depth=depth, evaluation=evaluation)
-    return _PLOT_BYTES + max(running, _MATRIX_BYTES * matrix + embedding)
+    return fixed + max(running, _MATRIX_BYTES * matrix + embedding)
 
 
 def _module_weights(model: ModelSpec) -> dict[str, int]:

@@ -22,6 +22,7 @@ from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.rows import to_stored_rows
 from fut_runtime.artifact.seal import marker_text, read_files
 from fut_runtime.errors import ArtifactError, UnsupportedError
+from mapped_pages import mapped_kilobytes
 from test_manifest import json_values
 from tiny_artifact import MODEL, make_manifest, random_tensors, weight_spec, write_artifact
 
@@ -214,6 +215,23 @@ def test_a_flipped_bit_in_a_shard_is_found_on_demand(artifact_dir: Path) -> None
     Artifact.open(artifact_dir)
     with pytest.raises(ArtifactError, match=f"{SHARD}: chunk 0"):
         Artifact.open(artifact_dir, verify=True)
+
+
+def test_pages_that_were_read_can_be_given_back(artifact_dir: Path) -> None:
+    artifact = Artifact.open(artifact_dir)
+    embed = artifact.tensor("embed")
+    before = embed.clone()
+    assert mapped_kilobytes(artifact_dir) > 0
+    artifact.release_pages()
+    assert mapped_kilobytes(artifact_dir) == 0
+    assert torch.equal(embed, before)
+
+
+def test_a_shard_that_has_gone_since(artifact_dir: Path) -> None:
+    artifact = Artifact.open(artifact_dir)
+    truncated(artifact_dir)
+    with pytest.raises(ArtifactError, match=f"{SHARD}: cannot be mapped into memory"):
+        artifact.tensor("embed")
 
 
 def test_a_download_through_the_hub_cache_opens(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def measure_accuracy(
 ) -> list[AccuracyRow]:
     """Score windows int64 [windows, tokens] with the checkpoint in FP32 and with every path of the artifact.
 
-    Held at once: the final states of all windows twice in FP32, two heads, and one layer.
+    Held at once: the final states of all windows twice in FP32, two heads, and one layer with its mapped pages.
 
     Raises:
         FutError: likelihoods are not finite.
@@ -61,7 +61,11 @@ def measure_accuracy(
     steps = layers * (1 + len(paths))
 
     def watch(row: int, name: str) -> Callable[[int], None]:
-        return lambda layer: progress(row * layers + layer + 1, steps, f"evaluating: {name}")
+        def done(layer: int) -> None:
+            artifact.release_pages()
+            progress(row * layers + layer + 1, steps, f"evaluating: {name}")
+
+        return done
 
     started = time.monotonic()
     name = "checkpoint's weights, FP32 compute"

@@ -116,11 +116,16 @@ def _depth(
     source: Source, artifact: Artifact, windows: torch.Tensor, device: torch.device, progress: Progress
 ) -> list[PathDepth]:
     layers = source.spec.num_layers
+
+    def done(layer: int) -> None:
+        artifact.release_pages()
+        progress(layer + 1, layers, f"measuring layer {layer + 1} of {layers}")
+
     named = depth_paths(artifact, device)
     errors = depth_errors(
         checkpoint_path(source, device, EXACT),
         {f"{n.path.protocol} {n.name}": n.path for n in named},
         source.load(EMBEDDING)[windows].to(device),
-        lambda layer: progress(layer + 1, layers, f"measuring layer {layer + 1} of {layers}"),
+        done,
     )
     return [PathDepth(n.name, n.path.protocol, n.cache, e) for n, e in zip(named, errors.values(), strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Artifact:
         self.files = files
         self.shards = shards
         self._places = {place.spec.name: (name, place) for name, places in shards.items() for place in places}
-        self._mapped: dict[str, Tensor] = {}
+        self._mapped: dict[str, mmap.mmap] = {}
 
     @classmethod
     def open(cls, path: Path | str, *, verify: bool = False) -> Artifact:
@@ -100,19 +101,21 @@ class Artifact:
         """A tensor as stored, on the CPU, mapped from its file: pages are read when they are first used.
 
         Raises:
-            ArtifactError: no such tensor.
+            ArtifactError: no such tensor, or its file cannot be read.
         """
         shard, place = self._place(name)
         if shard not in self._mapped:
-            size = self.files[shard].size
-            self._mapped[shard] = torch.from_file(
-                str(inside(self.path, shard)), shared=False, size=size, dtype=torch.uint8
-            )
-        raw = self._mapped[shard][place.offset : place.offset + place.spec.nbytes]
+            self._mapped[shard] = self._map(shard)
+        raw = torch.frombuffer(self._mapped[shard], dtype=torch.uint8, offset=place.offset, count=place.spec.nbytes)
         dtype = TORCH_DTYPES[place.spec.dtype]
         if place.offset % dtype.itemsize:
             raw = raw.clone()
         return raw.view(dtype).view(place.spec.shape)
+
+    def release_pages(self) -> None:
+        """Give back the memory of all pages that were read. Tensors stay valid: they are read again when used."""
+        for mapped in self._mapped.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def weight(self, name: str, weight_format: str) -> StoredWeight:
         """A matrix as stored.
@@ -174,6 +177,17 @@ class Artifact:
         if name not in self.manifest.side_files:
             raise ArtifactError(f"{self.path}: has no side file {name!r}; it has {sorted(self.manifest.side_files)}")
         return inside(self.path, name)
+
+    def _map(self, shard: str) -> mmap.mmap:
+        path = inside(self.path, shard)
+        try:
+            with path.open("rb") as file:
+                # Private pages that could be written: torch takes no others without a warning.
+                return mmap.mmap(file.fileno(), self.files[shard].size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise ArtifactError(
+                f"{path}: cannot be mapped into memory ({error}); see that it is still there"
+            ) from error
 
     def _place(self, name: str) -> tuple[str, TensorPlace]:
         try:

@@ -38,6 +38,7 @@ from fut_runtime.reference import backend as reference
 from fut_runtime.reference.numerics import EXACT
 from fut_runtime.reference.projection import Projection
 from fut_runtime.rope import rope_tables
+from mapped_pages import mapped_kilobytes
 from repository import REPOSITORY
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
@@ -346,6 +347,20 @@ def test_the_checkpoints_own_report_stays_behind(tiny_checkpoint: Make, tmp_path
     assert "report.json" not in result.plan.manifest.side_files
     assert any("report.json" in warning for warning in result.plan.warnings)
     assert contents(result)["report_version"] == 1
+
+
+def test_the_artifact_is_in_memory_a_layer_at_a_time(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    out, mapped = tmp_path / "out", []
+
+    def look(done: int, total: int, what: str) -> None:
+        if what.startswith(("measuring", "evaluating")):
+            mapped.append(mapped_kilobytes(out))
+
+    evaluation = text(tmp_path)
+    convert(
+        str(tiny_checkpoint(layers=2)), out, overrides=QUICK, evaluate=evaluation, evaluate_windows=1, progress=look
+    )
+    assert len(mapped) > 8 and not any(mapped)
 
 
 def test_without_any_text_the_rest_is_reported(tiny_checkpoint: Make, tmp_path: Path) -> None:
