@@ -11,7 +11,8 @@ where other work shares the cores.
 
 Random weights, 128 windows of 2048 random tokens, activation-weighted scales, E4M3 and INT4, E4M3 head. Layers are
 alike, so the whole is extrapolated: conversions with two numbers of layers are measured, each in a process of its own,
-and their difference is what the further layers cost, files included. `parts` splits the GPTQ step, each part waited
+and their difference is what the further layers cost, files included. On a card the first is run once before that,
+unmeasured, so that Triton has compiled what it keeps. `parts` splits the GPTQ step, each part waited
 for; what is left of the step is `forward`, the windows running through the layers but for their products and attention;
 `cpu` is the whole process's. `--device-cap-gb` lets PyTorch
 allocate no more, and a process that used more than `--host-cap-gb` has failed. Appends a JSON line to
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -158,8 +160,10 @@ def measure_here(options: argparse.Namespace, layers: int, workdir: Path) -> dic
 def measure(options: argparse.Namespace, layers: int, workdir: Path) -> dict[str, Any]:
     """The same in a process of its own."""
     checkpoint = workdir / f"checkpoint-{layers}"
-    write_checkpoint(checkpoint, layers, CONFIG | SHAPES[options.shape])
-    write_tokenizer_and_text(checkpoint, workdir / "text.txt", options.windows * 2048 + 1)
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint, layers, CONFIG | SHAPES[options.shape])
+        write_tokenizer_and_text(checkpoint, workdir / "text.txt", options.windows * 2048 + 1)
+    shutil.rmtree(workdir / f"artifact-{layers}", ignore_errors=True)
     command = [sys.executable, __file__, *sys.argv[1:], "--child", str(layers), str(workdir)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -194,6 +198,8 @@ def main() -> None:
         print(json.dumps(measure_here(options, int(options.child[0]), Path(options.child[1]))))
         return
     with tempfile.TemporaryDirectory(dir=options.workdir) as directory:
+        if options.device.startswith("cuda"):
+            measure(options, options.layers[0], Path(directory))
         few, many = (measure(options, n, Path(directory)) for n in options.layers)
     further = many["layers"] - few["layers"]
     whole_layers = (CONFIG | SHAPES[options.shape])["num_hidden_layers"]

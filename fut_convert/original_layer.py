@@ -85,9 +85,11 @@ class OriginalLayer:
         return self._add("down", batch, h, self._middle, self._added, self._calibration.hidden)
 
     def statistics(self) -> LayerStatistics:
-        """What the projections saw; gives the room of the layer's activations back."""
+        """What the projections saw; gives the room of the layer's activations and weights back."""
         self._middle.close()
         self._added.close()
+        # They refer to this object: left to the garbage collector, a layer would live beside the next one.
+        self._layer.projections.clear()
         return self._seen.result(self._calibration.count * self._calibration.tokens)
 
     def _add(

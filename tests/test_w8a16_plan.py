@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,17 @@ from hypothesis import strategies as st
 from host_program import compile_program
 from w8a16_checks import TILES, workspace_bytes
 
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "w8a16.jsonl"
 Plan = Callable[[int, int, int], tuple[int, int, int, int]]
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    program = compile_program("w8a16_plan.cpp", tmp_path_factory.mktemp("w8a16"))
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_program("w8a16_plan.cpp", tmp_path_factory.mktemp("w8a16"))
+
+
+@pytest.fixture(scope="module")
+def plan(program: Path) -> Plan:
     return lambda m, n, k: ask(program, m, n, k)
 
 
@@ -47,6 +53,19 @@ def test_grids_that_do_not_fill_the_card_are_split(plan: Plan) -> None:
 
 def test_grids_that_fill_it_many_times_are_not(plan: Plan) -> None:
     assert plan(2048, 28672, 4096)[2] == 1
+
+
+def test_the_model_expects_what_a_card_took(program: Path) -> None:
+    """All tiles and splits that were timed on an H200: at 1.75 GHz within a third, and the choice within a tenth."""
+    for line in map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()):
+        m, n, k, took = line["m"], line["n"], line["k"], line["tactics"]
+        asked = {tactic: tactic.replace("x", " ").replace("/", " ") for tactic in took}
+        given = "".join(f"{m} {n} {k} 132 {plan}\n" for plan in asked.values())
+        run = subprocess.run([program, "clocks"], input=given, check=True, capture_output=True, text=True)
+        for tactic, clocks in zip(asked, map(float, run.stdout.split()), strict=True):
+            assert 0.65 < clocks / 1750 / took[tactic] < 1.25, (m, tactic)
+        channels, tokens, splits, _ = ask(program, m, n, k)
+        assert took[f"{channels}x{tokens}/{splits}"] < 1.1 * min(took.values()), m
 
 
 def test_warpgroups_take_turns_where_many_small_tiles_follow_each_other(plan: Plan) -> None:

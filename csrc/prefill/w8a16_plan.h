@@ -39,14 +39,20 @@ FUT_HD constexpr int64_t w8a16_workspace_bytes(int64_t m, int64_t n, const W8a16
   return tiles * (plan.splits * int64_t{4} * plan.channels * plan.tokens + plan.channels / 64 * int64_t{4});
 }
 
-// Predicted, not fitted: no card has run it.
+// Clocks, fitted to one H200 (benchmarks/results/w8a16.jsonl; tests/test_w8a16_plan.py holds the choices against it).
 struct W8a16Cost {
   static constexpr double kMemoryBytes = 18.5;  // bytes a clock and SM from memory
-  static constexpr double kConvert = 110.0;     // clocks to convert 64 channels of a stage
-  static constexpr double kUnit = 2500.0;       // first copy to first product, and the epilogue
-  static constexpr double kTurn = 300.0;        // of the same, what the other warpgroup's products do not cover
-  static constexpr double kMerge = 1500.0;      // a split's partial sums: written, counted, and for the last read again
+  static constexpr double kL2Bytes = 64.0;      // and from the L2
+  static constexpr double kTensor = 1.16;       // times more than the tensor cores' rate says
+  // A stage of 64 channels: loading, converting and multiplying, with both warpgroups at it and with one.
+  static constexpr double kStage = 330.0, kStageToken = 0.55;
+  static constexpr double kAlone = 420.0, kAloneToken = 1.2;
+  static constexpr double kUnit = 2600.0;  // first copy to first product, and the epilogue
+  // Partial sums: written and read again for each split, and waited for once.
+  static constexpr double kMergeSplit = 400.0, kMergeSplitToken = 11.0, kMergeToken = 20.0;
 };
+
+constexpr double larger(double a, double b) { return a > b ? a : b; }
 
 constexpr double w8a16_clocks(int64_t m, int64_t n, int64_t k, const W8a16Plan& plan, int sm_count) {
   const int64_t units = w8a16_tiles(m, n, plan.channels, plan.tokens) * plan.splits;
@@ -54,16 +60,22 @@ constexpr double w8a16_clocks(int64_t m, int64_t n, int64_t k, const W8a16Plan& 
   const auto all_stages = static_cast<int32_t>(ceil_divide(k, kW8a16Stage));
   const auto stages = static_cast<double>(stages_a_split(all_stages, plan.splits));
   const double parts = plan.channels / 64.0;
-  double stage = 2.0 * plan.tokens * parts;  // the tensor cores
+  const bool in_turns = plan.channels == kW8a16PingPong;
   // Activations are in the L2 after their first use.
   const double loaded =
-      (plan.channels * kW8a16Stage) / W8a16Cost::kMemoryBytes + plan.tokens * 2.0 * kW8a16Stage / 64.0;
-  if (stage < loaded) stage = loaded;
-  if (stage < W8a16Cost::kConvert * parts) stage = W8a16Cost::kConvert * parts;
-  const double finish = W8a16Cost::kUnit + (plan.splits > 1 ? W8a16Cost::kMerge : 0.0);
-  // Taking turns, one warpgroup's end of a tile lies under the other's products, but for the last.
-  const double covered = plan.channels == kW8a16PingPong ? (rounds - 1.0) * (finish - W8a16Cost::kTurn) : 0.0;
-  return rounds * (stages * stage + finish) - covered;
+      (plan.channels * kW8a16Stage) / W8a16Cost::kMemoryBytes + plan.tokens * 2.0 * kW8a16Stage / W8a16Cost::kL2Bytes;
+  const double tensor = W8a16Cost::kTensor * 2.0 * plan.tokens * parts;
+  const double issued = in_turns ? W8a16Cost::kAlone + W8a16Cost::kAloneToken * plan.tokens
+                                 : parts * (W8a16Cost::kStage + W8a16Cost::kStageToken * plan.tokens);
+  const double multiply = stages * larger(larger(tensor, loaded), issued);
+  const double merge = plan.splits == 1
+                           ? 0.0
+                           : W8a16Cost::kMergeToken * plan.tokens +
+                                 plan.splits * (W8a16Cost::kMergeSplit + W8a16Cost::kMergeSplitToken * plan.tokens);
+  const double finish = W8a16Cost::kUnit + merge;
+  // Taking turns, one warpgroup's end of a tile lies under the other's products, or the other way round.
+  if (in_turns) return (rounds - 1.0) * larger(multiply, (multiply + finish) / 2.0) + multiply + finish;
+  return rounds * (multiply + finish);
 }
 
 // The cheapest plan: the narrowest tile that holds all tokens, or tiles of 256.

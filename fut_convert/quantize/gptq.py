@@ -159,7 +159,10 @@ def factorize(hessian: Tensor, settings: GptqSettings) -> HessianFactor | None:
         del damped
         if not bool(failed):
             invert_lower(lower)
-            return HessianFactor(order, lower.to(torch.float32).flip(0, 1).contiguous(), damping)
+            upper = lower.to(torch.float32)
+            # A GPU's factor lies by columns: turning it over and laying it by rows are two copies.
+            del lower
+            return HessianFactor(order, upper.flip(0, 1).contiguous(), damping)
         del lower
         if damping >= MOST_DAMPING:
             break

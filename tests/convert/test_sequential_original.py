@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +85,14 @@ def test_it_is_the_output_of_the_original_and_the_error_of_the_stream(
     theirs = inputs_of(model, layer, alone)
     # Beside the quantized layer the original has run as it does by itself.
     expected_statistics, statistics = alone.run_layer(layer), original.statistics()
+    # Nothing keeps the layer's weights until the garbage collector comes: on a card the next layer is beside them.
+    gone = weakref.ref(original)
+    gc.disable()
+    try:
+        del original
+        assert gone() is None
+    finally:
+        gc.enable()
     assert torch.equal(states(own), states(alone))
     assert statistics.amax == expected_statistics.amax
     for module, moment in expected_statistics.second_moment.items():
