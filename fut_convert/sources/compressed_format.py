@@ -42,7 +42,9 @@ def compressed_format(fields: Fields) -> StoredFormat:
     groups = fields.section("config_groups")
     schemes = [groups.section(name) for name in groups.data] if groups is not None else []
     weights = [scheme.section("weights") for scheme in schemes if scheme is not None]
-    kinds = {(section.data.get("type"), section.data.get("num_bits")) for section in weights if section is not None}
+    kinds = {
+        (str(section.data.get("type")), section.optional_int("num_bits")) for section in weights if section is not None
+    }
     formats = {str(scheme.data.get("format") or fields.data.get("format")) for scheme in schemes if scheme is not None}
     if kinds == {("int", 4)} and formats == {"pack-quantized"}:
         return CompressedFormat({_group_size(section) for section in weights if section is not None})

@@ -144,9 +144,9 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes]) -> Safe
         if not isinstance(listed, dict):
             raise TypeError("the header is not an object")
         listed.pop("__metadata__", None)
-        end = 8 + length
         for tensor, entry in listed.items():
-            end = max(end, _add(header, name, str(tensor), entry, 8 + length))
+            _add(header, name, str(tensor), entry, 8 + length)
+        end = _end(header, 8 + length)
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{name}: its safetensors header cannot be read ({error})") from error
     if end > size:
@@ -158,8 +158,8 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes]) -> Safe
     return header
 
 
-def _add(header: SafetensorsHeader, file: str, name: str, entry: dict[str, Any], data_start: int) -> int:
-    """Enter one tensor of the header; returns the offset its bytes end at."""
+def _add(header: SafetensorsHeader, file: str, name: str, entry: dict[str, Any], data_start: int) -> None:
+    """Enter one tensor of the header."""
     dtype, shape, offsets = entry["dtype"], _sizes(entry["shape"]), _sizes(entry["data_offsets"])
     if not isinstance(dtype, str) or len(offsets) != 2:
         raise ValueError(f"{name}: dtype {excerpt(dtype)}, offsets {list(offsets)}")
@@ -173,7 +173,19 @@ def _add(header: SafetensorsHeader, file: str, name: str, entry: dict[str, Any],
         raise ValueError(f"{name}: {dtype} {list(shape)} does not fill {end - begin} bytes")
     header.tensors[name] = TensorInfo(name, dtype, shape, end - begin, file)
     header.offsets[name] = data_start + begin
-    return data_start + end
+
+
+def _end(header: SafetensorsHeader, data_start: int) -> int:
+    """The offset that the data end at, which the tensors fill one after another, as the format demands."""
+    end = data_start
+    for info in sorted(header.tensors.values(), key=lambda info: (header.offsets[info.name], info.nbytes)):
+        begin = header.offsets[info.name]
+        if begin != end:
+            raise ValueError(
+                f"{info.name} begins at byte {begin} of the file, expected {end}, where those before it end"
+            )
+        end += info.nbytes
+    return end
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fut_convert.errors import UnsupportedModelError
+from fut_convert.errors import CheckpointError, UnsupportedModelError
 from fut_convert.sources import open_source
 from kept_artifacts import (
     check_codes_and_scales,
@@ -154,6 +154,7 @@ def test_what_the_library_packs_is_read_back(zeros: str, tmp_path: Path) -> None
         ({**compressed_config(64), "sparsity_config": {"format": "sparse-24-bitmask"}}, "the weights are sparse"),
         ({**compressed_config(64), "transform_config": {"config_groups": {"R4": {}}}}, "transform_config rotates"),
         ({"quant_method": "compressed-tensors"}, "holds nothing in the format"),
+        (compressed_config(64, type=["int"]), r"holds \['int'\] of 4 bits"),
     ],
 )
 def test_other_settings_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -161,6 +162,12 @@ def test_other_settings_are_refused(config: dict[str, Any], message: str, tmp_pa
     with pytest.raises(UnsupportedModelError, match=message) as error:
         open_source(str(tmp_path / "model"))
     assert "config.json: quantization_config" in str(error.value) and "original checkpoint" in str(error.value)
+
+
+def test_bits_that_are_no_number_are_refused(tmp_path: Path) -> None:
+    write_quantized(tmp_path / "model", matrices_of(64), compressed_parts, compressed_config(64, num_bits=[4]))
+    with pytest.raises(CheckpointError, match=r"weights: num_bits is \[4\], expected a positive integer"):
+        open_source(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

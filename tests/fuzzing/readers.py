@@ -6,10 +6,11 @@ from fuzzing.artifact_reader import ArtifactReader
 from fuzzing.checkpoint_readers import ConfigReader, IndexReader, PickleReader, SafetensorsReader
 from fuzzing.gguf_reader import GGUFReader
 from fuzzing.hub_reader import HubReader
+from fuzzing.quantized_reader import QuantizedReader
 from fuzzing.reader import Reader
 from fuzzing.text_readers import DocumentsReader, RecipeReader, TokenizerReader
 
 READERS: tuple[type[Reader], ...] = (
     *(SafetensorsReader, IndexReader, ConfigReader, PickleReader, GGUFReader, ArtifactReader, RecipeReader),
-    *(TokenizerReader, DocumentsReader, HubReader),
+    *(TokenizerReader, DocumentsReader, HubReader, QuantizedReader),
 )

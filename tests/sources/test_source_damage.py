@@ -54,6 +54,12 @@ def test_file_longer_than_its_header_says(tmp_path: Path) -> None:
     assert any("2 bytes more" in text for text in errors_of(directory))
 
 
+def _tensors(**offsets: list[int]) -> bytes:
+    """A file of I32 numbers at these offsets."""
+    entries = {name: {"dtype": "I32", "shape": [1], "data_offsets": where} for name, where in offsets.items()}
+    return _header(json.dumps(entries).encode()) + bytes(max(end for _, end in offsets.values()))
+
+
 def _header(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
@@ -86,6 +92,9 @@ def _entry(dtype: bytes, shape: bytes, offsets: bytes) -> bytes:
         (_entry(b"[]", b"[1]", b"[0, 4]"), "dtype []"),
         (_entry(b'"F32"', b"[1]", b"[0, 4, 8]"), "offsets [0, 4, 8]"),
         (_header(b'{"a": {}, "a": {}}'), "the key 'a' stands twice"),
+        (_tensors(a=[0, 4], b=[2, 6]), "b begins at byte 132 of the file, expected 134"),
+        (_tensors(a=[0, 4], b=[8, 12]), "b begins at byte 139 of the file, expected 135"),
+        (_tensors(a=[4, 8]), "a begins at byte 73 of the file, expected 69"),
         (_header(b'{"\\ud800": {}}'), "surrogates not allowed"),
     ],
 )
