@@ -12,7 +12,7 @@ from fut_convert import __version__
 from fut_convert.errors import RecipeError
 from fut_convert.push import Push, push_options, take_push
 from fut_runtime.command_errors import reported_errors
-from fut_runtime.streams import prepare_streams
+from fut_runtime.streams import for_terminal, prepare_streams
 from fut_runtime.termination import terminable
 
 #: Option name -> dotted recipe key that it overrides.
@@ -147,7 +147,7 @@ def main(
                 "calibration_processes": calibration_processes},
             )  # fmt: skip
         except RecipeError as error:
-            raise click.UsageError(str(error)) from error
+            raise click.UsageError(for_terminal(str(error))) from error
 
 
 def _say_what_is_kept(out: Path, error: BaseException) -> None:
@@ -159,7 +159,7 @@ def _say_what_is_kept(out: Path, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         error.message = f"interrupted; {kept}"  # type: ignore[attr-defined]
     else:
-        click.echo(kept, err=True)
+        click.echo(for_terminal(kept), err=True)
 
 
 def _run(

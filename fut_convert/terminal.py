@@ -21,6 +21,7 @@ from fut_convert.report.wording import percent, size
 from fut_convert.result import ConversionResult
 from fut_convert.sources.stream_plan import StreamPlan
 from fut_runtime.artifact.json_text import shown
+from fut_runtime.streams import for_terminal
 
 
 def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
@@ -48,7 +49,7 @@ def print_plan(plan: Plan, out: Path, console: Console | None = None) -> None:
         f"side files: {', '.join(shown(name) for name, _ in plan.side_files) or 'none'}",
     ]
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(for_terminal(line), highlight=False, markup=False)
     _print_warnings(plan, console)
 
 
@@ -97,7 +98,7 @@ def _module(row: ModuleRow, layers: int) -> str:
 
 def _print_warnings(plan: Plan, console: Console) -> None:
     for message in plan.warnings:
-        console.print(Text.assemble(("warning:", "yellow"), " ", message))
+        console.print(Text.assemble(("warning:", "yellow"), " ", for_terminal(message)))
 
 
 def print_result(result: ConversionResult) -> None:

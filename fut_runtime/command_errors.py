@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import click
 
 from fut_runtime.errors import FutError, is_out_of_memory
+from fut_runtime.streams import for_terminal
 
 #: Exit code of a program that Ctrl-C ended, as shells report it.
 INTERRUPTED = 130
@@ -25,13 +26,14 @@ def reported_errors(interrupted: str = "interrupted", out_of_memory: str = "out 
     try:
         yield
     except FutError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(for_terminal(str(error))) from error
     except OSError as error:
         if error.errno == errno.EPIPE:  # the reader has left, as `head` does; click knows how to leave quietly
             raise
-        raise click.ClickException(f"{error.filename or 'input or output'}: {error.strerror or error}") from error
+        message = f"{error.filename or 'input or output'}: {error.strerror or error}"
+        raise click.ClickException(for_terminal(message)) from error
     except KeyboardInterrupt as error:
-        click.echo(getattr(error, "message", interrupted), err=True)
+        click.echo(for_terminal(getattr(error, "message", interrupted)), err=True)
         sys.exit(getattr(error, "exit_code", INTERRUPTED))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -23,6 +23,11 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def for_terminal(text: str) -> str:
+    """A message that may quote files: what would move a terminal's cursor or hide something is shown as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def is_utf8(stream: TextIO) -> bool:
     """Whether a stream can take every character."""
     return (stream.encoding or "utf-8").lower().replace("_", "-") in ("utf-8", "utf8")

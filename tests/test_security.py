@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
+from fut_convert.cli import main
 from fut_convert.errors import CheckpointError
 from fut_convert.pipeline import convert
 from fut_convert.sources import open_source
@@ -90,6 +93,21 @@ def test_code_in_a_checkpoint_is_neither_run_nor_copied(tmp_path: Path, monkeypa
     result = convert(str(directory), tmp_path / "artifact", recipe="rtn", overrides={"calibration.enabled": False})
     assert not (tmp_path / "executed").exists()
     assert result.path.is_dir() and not list(result.path.rglob("*.py"))
+
+
+@pytest.mark.parametrize("options", [("--dry-run",), ()])
+def test_names_from_files_do_not_steer_the_terminal(options: tuple[str, ...], tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "model", SHAPE)
+    (directory / "LICENSE\x1b[2J\r").write_text("not copied")
+    quick = ("--no-calibration", "--no-report", "--scale-method", "absmax_7", *options)
+    whole = CliRunner().invoke(main, [str(directory), str(tmp_path / "whole"), *quick])
+    assert whole.exit_code == 0 and "LICENSE" in whole.output
+    tensors = load_file(directory / "model.safetensors")
+    save_file({**tensors, "\x1b]0;title\x07\u202e": torch.ones(1)}, directory / "model.safetensors")
+    refused = CliRunner().invoke(main, [str(directory), str(tmp_path / "refused"), *quick])
+    assert refused.exit_code == 1 and "\\x1b]0;title\\x07\\u202e [1] has no place" in refused.stderr
+    for output in (whole.output, whole.stderr, refused.output, refused.stderr):
+        assert not set("\x1b\x07\r\u202e") & set(output)
 
 
 def test_names_in_an_archive_lead_nowhere(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def _open_path(path: Path) -> Source:
         from fut_convert.sources.directory import DirectorySource
 
         return DirectorySource(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path.name}: is neither a file nor a directory, so no checkpoint")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF":

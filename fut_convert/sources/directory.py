@@ -49,7 +49,7 @@ class DirectorySource(Source):
 
     def __init__(self, root: Path, identity: dict[str, Any] | None = None) -> None:
         self._root = self.location = root.resolve()
-        identity = identity or {"kind": "directory", "name": plain_name(self._root.name)}
+        identity = identity or {"kind": "directory", "name": plain_name(self._root.name or str(self._root))}
         self._name = str(identity.get("id") or identity["name"])
         self._refuse_other_contents()
         config = read_json_object(self._contained("config.json"), f"{self._name}: config.json")

@@ -14,6 +14,7 @@ from fut_runtime.artifact.inspect import format_totals, report_of, tensor_rows
 from fut_runtime.artifact.json_text import shown
 from fut_runtime.artifact.reader import Artifact
 from fut_runtime.artifact.verify import VerifyReport
+from fut_runtime.streams import for_terminal
 
 #: Width of tables that go to a file or a pipe, where there is no terminal to ask.
 _PIPE_WIDTH = 160
@@ -87,7 +88,7 @@ def print_summary(artifact: Artifact, *, every: bool) -> None:
         "report": report_of(artifact) or "none",
     }
     for key, value in lines.items():
-        console.print(f"[bold]{key:<12}[/bold] {escape(value)}", soft_wrap=True, highlight=False)
+        console.print(f"[bold]{key:<12}[/bold] {escape(for_terminal(value))}", soft_wrap=True, highlight=False)
     table = Table("tensor", "type", "stored shape", header_style="bold")
     for column in ("count", "bytes"):
         table.add_column(column, justify="right")
@@ -112,9 +113,10 @@ def print_verification(report: VerifyReport) -> None:
     """Print what a verification found."""
     console = _console()
     for finding in report.findings:
-        console.print(f"[red]{finding.kind}[/red]: {escape(finding.message)}", soft_wrap=True, highlight=False)
+        message = escape(for_terminal(finding.message))
+        console.print(f"[red]{finding.kind}[/red]: {message}", soft_wrap=True, highlight=False)
     if report.unsealed:
-        console.print(f"not part of the sealed set: {escape(', '.join(report.unsealed))}", soft_wrap=True)
+        console.print(f"not part of the sealed set: {escape(', '.join(map(shown, report.unsealed)))}", soft_wrap=True)
     if report.ok:
         console.print(f"[green]whole[/green]: {report.files} files, {size_text(report.nbytes)}, every hash is right")
     else:

@@ -118,9 +118,11 @@ class StagingDirectory:
 
     def _acquire(self) -> int:
         while True:
-            self.path.mkdir(exist_ok=True)
             if self.path.is_symlink():
                 raise ArtifactError(f"{self.path}: is a link; remove it")
+            if self.path.exists() and not self.path.is_dir():
+                raise ArtifactError(f"{self.path}: is no directory, but the artifact is made there; remove it")
+            self.path.mkdir(exist_ok=True)
             if not (self.path / LOCK_FILE).exists() and any(self.path.iterdir()):
                 raise ArtifactError(
                     f"{self.path}: was not made by this program (it holds no {LOCK_FILE}) and will not be cleared; "

@@ -13,6 +13,7 @@ import click
 from fut_runtime.artifact.arguments import EXIT_CODES, ArtifactName, local_artifact, revision_option
 from fut_runtime.artifact.paths import CARD_FILE
 from fut_runtime.errors import ArtifactError
+from fut_runtime.streams import for_terminal
 
 if TYPE_CHECKING:
     from fut_runtime.hub.contents import UploadContents
@@ -62,7 +63,7 @@ def card_command(
     named = repo or (artifact if isinstance(artifact, str) else None)
     card = model_card(opened, named, base_model=base_model, license=license, bench=bench)
     for note in card.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {for_terminal(note)}", err=True)
     if not write:
         click.echo(card.text, nl=False)
         return
@@ -166,7 +167,7 @@ def print_contents(contents: UploadContents, repo: str, revision: str | None, *,
     if contents.staying:
         click.echo(f"stays here: {', '.join(map(shown, contents.staying))}")
     for note in contents.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {for_terminal(note)}", err=True)
 
 
 def print_published(published: Published) -> None:
@@ -174,7 +175,7 @@ def print_published(published: Published) -> None:
     from fut_runtime.artifact.report import size_text
 
     for note in published.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {for_terminal(note)}", err=True)
     what = f"{published.files} files, {size_text(published.bytes)}"
     how = "published" if published.changed else "unchanged"
     click.echo(f"{how}: {published.url}, branch {published.revision}, commit {published.commit[:12]} ({what})")

@@ -79,6 +79,17 @@ def test_links_above_the_output_are_followed_and_it_is_none_itself(
     assert result.resumed_layers == 2 and result.path == place / "out"
 
 
+def test_a_model_that_is_neither_file_nor_directory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    for model in (tmp_path / "model.gguf", Path("/dev/zero")):
+        result = program(model, tmp_path / "out")
+        assert result.exit_code == 1 and "is neither a file nor a directory, so no checkpoint" in result.stderr
+
+
+def test_the_root_of_the_file_system(tmp_path: Path) -> None:
+    assert "Error: /: no config.json" in program("/", tmp_path / "out").stderr
+
+
 @pytest.mark.parametrize("name", ["x" * 250, "x" * 300, "x" * 300 + "/out"])
 def test_a_name_too_long_for_the_file_system(name: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
     result = program(tiny_checkpoint(layers=1), tmp_path / name)
@@ -128,6 +139,6 @@ def test_what_lies_where_the_output_is_made(tiny_checkpoint: Make, tmp_path: Pat
     with pytest.raises(ArtifactError, match=r"was not made by this program .* and will not be cleared"):
         convert(str(model), tmp_path / "theirs", overrides=QUICK)
     (tmp_path / "file.partial").touch()
-    with pytest.raises(ArtifactError, match=r"file\.partial: cannot be made \(File exists\)"):
+    with pytest.raises(ArtifactError, match=r"file\.partial: is no directory, .* remove it"):
         convert(str(model), tmp_path / "file", overrides=QUICK)
     assert (tmp_path / "theirs.partial" / "notes.txt").exists() and (tmp_path / "file.partial").exists()
