@@ -86,15 +86,20 @@ def measure(
     return line | {"layer_windows": layer_windows, "seconds": seconds, "faults": faults, "passed": not faults}
 
 
-def summary(line: dict[str, Any]) -> str:
-    """A mode in a few lines for people."""
+def likelihoods(line: dict[str, Any]) -> str:
+    """How the card's likelihoods differ from the reference's, for people."""
     difference, kl, top1 = (line[name] for name in ("nll_difference", "kl", "top1"))
-    text = [
-        f"{line['decode_mode']} weights, {line['kv_cache']} cache: {'passed' if line['passed'] else 'FAILED'}",
+    return (
         f"perplexity {line['perplexity']:.3f}, reference {line['baseline_perplexity']:.3f}; nats a token "
         f"{difference['mean']:+.2e} ± {difference['standard_error']:.1e}; KL {kl['mean']:.2e}; same top-1 "
-        f"{top1['mean']:.2%}",
-    ]
+        f"{top1['mean']:.2%}"
+    )
+
+
+def summary(line: dict[str, Any]) -> str:
+    """A mode in a few lines for people."""
+    verdict = "passed" if line["passed"] else "FAILED"
+    text = [f"{line['decode_mode']} weights, {line['kv_cache']} cache: {verdict}", likelihoods(line)]
     if line["layers"] is not None:
         for name, values in line["layers"].items():
             low, middle, high = min(values), sorted(values)[len(values) // 2], max(values)

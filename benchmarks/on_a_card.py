@@ -75,10 +75,12 @@ def proof_steps(out: Path, model: Path, text: Path) -> list[Step]:
         "--weights", "e4m3,int4,bf16", "--no-calibration", "--overwrite",
     ]  # fmt: skip
     accuracy = [python, "benchmarks/decode_accuracy.py", str(artifact), "--text", str(text)]
+    prefill = [python, "benchmarks/prefill_accuracy.py", str(artifact), "--text", str(text)]
     soak = [python, "benchmarks/soak_decode.py", str(artifact), "--out", str(out / "soak.jsonl")]
     return [
         Step("proofs", "proof_artifact", convert, 15, 60),
         Step("proofs", "decode_accuracy", [*accuracy, "--out", str(out / "decode_accuracy.jsonl")], 90, 240),
+        Step("proofs", "prefill_accuracy", [*prefill, "--out", str(out / "prefill_accuracy.jsonl")], 60, 180),
         Step("proofs", "soak", soak, 120, 300),
     ]
 
