@@ -86,7 +86,8 @@ class Fp8Format(StoredFormat):
             raise matrix.error(part, f"holds {bad} values that are not finite (NaN or infinity); the file is damaged")
         if self.block is None:
             return weight.mul_(scale.reshape(-1, 1))
-        rows, columns = self.block
+        # A block may be larger than the matrix.
+        rows, columns = (min(n, size) for n, size in zip(self.block, weight.shape, strict=True))
         for first in range(scale.shape[0]):
             band = weight[first * rows : (first + 1) * rows]
             band *= scale[first].repeat_interleave(columns)[: band.shape[1]]

@@ -12,7 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from fut_runtime.artifact.json_text import excerpt
 from fut_runtime.errors import HubError
 from fut_runtime.hub.failures import Repository, explain, retry_after, root_cause, status_of, was_cut_off
-from fut_runtime.hub.secrets import redact_chain, redacted
+from fut_runtime.hub.secrets import redact_chain, redact_logs, redacted
 
 _Result = TypeVar("_Result")
 
@@ -41,6 +41,7 @@ def ask_hub(request: Callable[[], _Result], repo: Repository, *, writing: bool =
         EntryNotFoundError: the repository has no such file to read.
     """
     for attempt in range(_ATTEMPTS):
+        redact_logs()
         try:
             return request()
         except Exception as error:

@@ -1,7 +1,8 @@
-"""Keeping access tokens and passwords out of messages, whoever put them there."""
+"""Keeping access tokens and passwords out of messages and logs, whoever put them there."""
 
 from __future__ import annotations
 
+import logging
 import re
 
 from huggingface_hub import get_token
@@ -9,6 +10,8 @@ from huggingface_hub import get_token
 _TOKEN = re.compile(r"\bhf_\w+")
 #: Name and password in an address, as in https://name:password@host.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]*@")
+#: The library that asks the Hub, and logs the addresses of requests that it makes again.
+_LIBRARY = "huggingface_hub"
 
 
 def redacted(text: str) -> str:
@@ -30,3 +33,16 @@ def redact_chain(error: BaseException) -> None:
         seen.add(id(one))
         one.args = tuple(redacted(part) if isinstance(part, str) else part for part in one.args)
         waiting += [one.__cause__, one.__context__]
+
+
+def redact_logs() -> None:
+    """Take them out of what huggingface_hub logs from now on; its loggers appear as its modules are loaded."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] == _LIBRARY:
+            # The same filter is added once.
+            logging.getLogger(name).addFilter(_redact_record)
+
+
+def _redact_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = redacted(record.getMessage()), None
+    return True

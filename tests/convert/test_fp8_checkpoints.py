@@ -94,6 +94,15 @@ def test_the_artifact_is_that_of_the_dequantized_checkpoint(tmp_path: Path) -> N
         assert torch.equal(ours.tensor(name).view(torch.uint8), expected.tensor(name).view(torch.uint8))
 
 
+def test_blocks_may_be_larger_than_any_matrix(tmp_path: Path) -> None:
+    config = {**DEEPSEEK, "weight_block_size": [1 << 62, 1 << 62]}
+    pack = packer(WHOLE, WHOLE, lambda s: s, "weight_scale_inv")
+    matrices = write_quantized(
+        tmp_path / "model", lambda name, shape: random_fp8(name, shape, (WHOLE, WHOLE)), pack, config, **SIZES
+    )
+    check_loaded(tmp_path / "model", matrices)
+
+
 def test_codes_with_a_scale_a_row_come_back_as_they_were(tmp_path: Path) -> None:
     """Where no gain is folded, and a row's largest number is 448, E4M3 of the artifact is E4M3 of the checkpoint."""
 

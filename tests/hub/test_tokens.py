@@ -16,10 +16,12 @@ from huggingface_hub import constants
 import fut_convert.cli
 import fut_runtime.artifact.cli
 import fut_runtime.cli
-from fut_runtime.errors import HubError
+from fut_convert.sources import open_source
+from fut_runtime.errors import FutError, HubError
 from fut_runtime.hub.failures import Repository
 from fut_runtime.hub.secrets import redacted
 from fut_runtime.resolve import resolve_artifact
+from hub_client import client_settings
 from local_hub import Fault, LocalHub
 from tiny_artifact import write_artifact
 
@@ -109,3 +111,18 @@ def test_the_hubs_address_is_shown_without_its_password(hub: LocalHub, monkeypat
     with pytest.raises(HubError, match=r"http://127\.0\.0\.1:9") as caught:
         resolve_artifact("me/model")
     assert "word" not in str(caught.value)
+
+
+def test_the_library_logs_no_password(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch, waits: list[float], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for module, name, value in client_settings("http://me:word@127.0.0.1:9", tmp_path):
+        monkeypatch.setattr(module, name, value, raising=False)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    with pytest.raises(FutError):
+        open_source("me/model")
+    logging.getLogger("huggingface_hub.utils._http").warning("asked with %s", SECRET)
+    assert "asked with …" in caplog.text and "word" not in caplog.text
+    # Versions that try again say so.
+    assert "127.0.0.1:9/me/model" in caplog.text or not waits
