@@ -120,10 +120,11 @@ __device__ __forceinline__ void consume(GemmShared<kTileN, typename Epilogue::Pa
   }
 }
 
-// Whether the warpgroups take turns, each with a tile of its own: while one finishes its tile the other multiplies.
-// Wider tiles have no registers for that; and with promoted sums the tensor cores need both at once to be busy.
+// Whether the warpgroups can take turns, each with a tile of its own: while one finishes its tile the other multiplies.
+// Wider tiles have no registers for that; and with promoted sums the tensor cores need both at once to be busy. Where
+// no CTA has a second tile they share theirs all the same: two finish it in half the time.
 template <int kTileN, Accumulation kAccumulation>
-constexpr bool kInTurn = kTileN == 128 && kAccumulation == Accumulation::kTensorCore;
+constexpr bool kCanTurn = kTileN == 128 && kAccumulation == Accumulation::kTensorCore;
 
 template <class Element, class Epilogue>
 __device__ __forceinline__ void consume_in_turn(GemmShared<128, typename Epilogue::Params>& shared,
@@ -172,18 +173,20 @@ __global__ __launch_bounds__(kGemmThreads, 1) void gemm(const __grid_constant__ 
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<GemmShared<kTileN, typename Epilogue::Params>*>(dynamic_shared);
   const int rank = shape.cluster == 1 ? 0 : static_cast<int>(cluster_rank());
-  constexpr int kReleasing = kInTurn<kTileN, kAccumulation> ? 4 : 4 * kConsumers;  // warps that read a stage
+  const bool in_turn =
+      kCanTurn<kTileN, kAccumulation> && shape.order.count() * shape.cluster > static_cast<int>(gridDim.x);
+  const int releasing = in_turn ? 4 : 4 * kConsumers;  // warps that read a stage
   if (threadIdx.x == 0) {
     shared.params = params;
     prefetch_tensor_map(&map_a);
     prefetch_tensor_map(&map_b);
     for (int i = 0; i < GemmRing<kTileN>::kStages; ++i) {
       barrier_init(&shared.ring.full[i], 1);
-      barrier_init(&shared.ring.empty[i], kReleasing * shape.cluster);
+      barrier_init(&shared.ring.empty[i], releasing * shape.cluster);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.vectors_full[i], 32 * kVectorWarps);
-      barrier_init(&shared.vectors_empty[i], kReleasing);
+      barrier_init(&shared.vectors_empty[i], releasing);
       barrier_init(&shared.turn[i], 4);
     }
     fence_barrier_init();
@@ -205,10 +208,14 @@ __global__ __launch_bounds__(kGemmThreads, 1) void gemm(const __grid_constant__ 
     __syncwarp();
   } else {
     more_registers<kConsumerRegisters>();
-    if constexpr (kInTurn<kTileN, kAccumulation>)
-      consume_in_turn<Element, Epilogue>(shared, shape, rank);
-    else
+    if constexpr (kCanTurn<kTileN, kAccumulation>) {
+      if (in_turn)
+        consume_in_turn<Element, Epilogue>(shared, shape, rank);
+      else
+        consume<Element, kTileN, kAccumulation, Epilogue>(shared, shape, rank);
+    } else {
       consume<Element, kTileN, kAccumulation, Epilogue>(shared, shape, rank);
+    }
   }
   // The other CTA may still be about to arrive at this one's barriers.
   if (shape.cluster > 1) cluster_sync_relaxed();

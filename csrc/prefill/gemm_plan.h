@@ -76,7 +76,7 @@ constexpr double gemm_clocks(const GemmRequest& r, int tile_n, int cluster) {
   const int64_t tiles = ceil_divide(r.m, kGemmTileM * cluster) * ceil_divide(r.n, tile_step(tile_n, r.head_dim));
   const double waves = static_cast<double>(ceil_divide(tiles, r.sm_count / cluster));
   const double stages = static_cast<double>(ceil_divide(r.k_bytes, kGemmStageBytes));
-  const bool in_turn = tile_n == 128 && !r.promoted;
+  const bool in_turn = tile_n == 128 && !r.promoted && waves > 1.0;
   const double tensor = GemmCost::kColumnStage * tile_n * (in_turn ? GemmCost::kInTurn : 1.0);
   const double loaded = (kGemmTileM + static_cast<double>(tile_n) / cluster) * kGemmStageBytes / GemmCost::kL2Bytes;
   const double finish = GemmCost::kFinish + GemmCost::kFinishColumn * tile_n;
