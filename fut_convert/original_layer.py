@@ -42,11 +42,11 @@ class OriginalLayer:
         self._calibration = calibration
         self._seen = SiteStatistics(calibration.lanes, calibration.lane_ends())
         self._accumulator: Tensor | None = None
-        watched = {
+        self._watched = {
             m: _Watched(p.weight, p.channel_scale, p.gain, p.bias, show=self._take)
             for m, p in layer.projections.items()
         }
-        self._layer = replace(layer, projections=watched)
+        self._layer = replace(layer, projections=self._watched)
         self._products = Sixteen(EXACT, calibration.model.rms_norm_eps, self._seen.observe)
 
     @cached_property
@@ -89,7 +89,7 @@ class OriginalLayer:
         self._middle.close()
         self._added.close()
         # They refer to this object: left to the garbage collector, a layer would live beside the next one.
-        self._layer.projections.clear()
+        self._watched.clear()
         return self._seen.result(self._calibration.count * self._calibration.tokens)
 
     def _add(
