@@ -14,10 +14,11 @@ exit code 1 where one fails.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from layer_agreement import layer_agreement, layer_faults  # noqa: E402
 from fut_runtime.artifact.reader import Artifact  # noqa: E402
 from fut_runtime.backend import Backend, load_backend  # noqa: E402
 from fut_runtime.bench.machine import machine_facts  # noqa: E402
+from fut_runtime.commands.bench_setup import append_line  # noqa: E402
 from fut_runtime.evaluate.options import OpenedArtifact  # noqa: E402
 from fut_runtime.evaluate.perplexity import PerplexityResult, evaluate_perplexity  # noqa: E402
 from fut_runtime.evaluate.runner import BackendRunner, ReferenceRunner  # noqa: E402
@@ -62,7 +64,7 @@ def window_faults(result: PerplexityResult) -> list[str]:
 
 
 def measure(
-    artifact: Artifact, decode_mode: str, kv_cache: str, windows: Tensor, layer_windows: int, device: torch.device
+    artifact: Artifact, decode_mode: str, kv_cache: str, windows: Tensor, device: torch.device, layer_windows: int
 ) -> dict[str, Any]:
     """One mode's line."""
     modes = {"device": str(device), "decode_mode": decode_mode, "kv_cache": kv_cache}
@@ -107,6 +109,35 @@ def summary(line: dict[str, Any]) -> str:
     return "\n    ".join(text + line["faults"])
 
 
+Measure = Callable[[Artifact, str, str, Tensor, torch.device], dict[str, Any]]
+
+
+def run_modes(
+    benchmark: str,
+    artifact: str,
+    text: Path,
+    shape: tuple[int, int],
+    modes: str,
+    out: Path | None,
+    measure: Measure,
+    summary: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure modes "a+b,…" over `shape` windows and tokens, print and keep a line each; exit 1 where one fails."""
+    device = torch.device("cuda")
+    opened = Artifact.open(artifact)
+    windows = OpenedArtifact(opened, {}).windows(text, shape[1], shape[0])
+    facts = machine_facts(device)
+    passed = True
+    for mode in modes.split(","):
+        first, second = mode.split("+")
+        line = measure(opened, first, second, windows, device)
+        line = {"benchmark": benchmark, "model": Path(artifact).name, "text": text.name, **line, **facts}
+        print(summary(line), flush=True)
+        append_line(out, line)
+        passed = passed and line["passed"]
+    sys.exit(not passed)
+
+
 @click.command()
 @click.argument("artifact", metavar="OUT")
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="UTF-8 text.")
@@ -117,21 +148,8 @@ def summary(line: dict[str, Any]) -> str:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Append JSON lines.")
 def main(artifact: str, text: Path, count: int, tokens: int, layer_windows: int, modes: str, out: Path | None) -> None:
     """Measure every mode; exit code 1 where one is wrong."""
-    device = torch.device("cuda")
-    opened = Artifact.open(artifact)
-    windows = OpenedArtifact(opened, {}).windows(text, tokens, count)
-    facts = machine_facts(device)
-    passed = True
-    for mode in modes.split(","):
-        decode_mode, kv_cache = mode.split("+")
-        line = measure(opened, decode_mode, kv_cache, windows, layer_windows, device)
-        line = {"benchmark": "decode_accuracy", "model": Path(artifact).name, "text": text.name, **line, **facts}
-        print(summary(line), flush=True)
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        passed = passed and line["passed"]
-    sys.exit(not passed)
+    with_layers = partial(measure, layer_windows=layer_windows)
+    run_modes("decode_accuracy", artifact, text, (count, tokens), modes, out, with_layers, summary)
 
 
 if __name__ == "__main__":

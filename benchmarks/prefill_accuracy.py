@@ -14,7 +14,6 @@ cores cut them (docs/numerics.md). Appends a JSON line a mode; exit code 1 where
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -27,12 +26,10 @@ from torch import Tensor
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
 
-from decode_accuracy import likelihoods, window_faults  # noqa: E402
+from decode_accuracy import likelihoods, run_modes, window_faults  # noqa: E402
 
 from fut_runtime.artifact.reader import Artifact  # noqa: E402
 from fut_runtime.backend import load_backend  # noqa: E402
-from fut_runtime.bench.machine import machine_facts  # noqa: E402
-from fut_runtime.evaluate.options import OpenedArtifact  # noqa: E402
 from fut_runtime.evaluate.perplexity import evaluate_perplexity  # noqa: E402
 from fut_runtime.evaluate.runner import BackendRunner, ReferenceRunner  # noqa: E402
 from fut_runtime.reference import backend as reference  # noqa: E402
@@ -66,6 +63,13 @@ def measure(
     return line | result.to_dict() | {"seconds": seconds, "faults": faults, "passed": not faults}
 
 
+def summary(line: dict[str, Any]) -> str:
+    """A mode in a few lines for people."""
+    verdict = "passed" if line["passed"] else "FAILED"
+    head = f"{line['prefill_mode']} prefill, {line['protocol']}: {verdict}"
+    return "\n    ".join([head, likelihoods(line), *line["faults"]])
+
+
 @click.command()
 @click.argument("artifact", metavar="OUT")
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="UTF-8 text.")
@@ -77,28 +81,7 @@ def measure(
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Append JSON lines.")
 def main(artifact: str, text: Path, count: int, tokens: int, modes: str, out: Path | None) -> None:
     """Measure every mode; exit code 1 where one is wrong."""
-    device = torch.device("cuda")
-    opened = Artifact.open(artifact)
-    windows = OpenedArtifact(opened, {}).windows(text, tokens, count)
-    facts = machine_facts(device)
-    passed = True
-    for mode in modes.split(","):
-        prefill_mode, protocol = mode.split("+")
-        line = measure(opened, prefill_mode, protocol, windows, device)
-        line = {"benchmark": "prefill_accuracy", "model": Path(artifact).name, "text": text.name, **line, **facts}
-        verdict = "passed" if line["passed"] else "FAILED"
-        print(
-            f"{prefill_mode} prefill, {protocol}: {verdict}",
-            likelihoods(line),
-            *line["faults"],
-            sep="\n    ",
-            flush=True,
-        )
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        passed = passed and line["passed"]
-    sys.exit(not passed)
+    run_modes("prefill_accuracy", artifact, text, (count, tokens), modes, out, measure, summary)
 
 
 if __name__ == "__main__":

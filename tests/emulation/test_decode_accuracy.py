@@ -57,7 +57,7 @@ def test_a_small_model_is_proved_right(on_the_host: Library, decode_mode: str, k
     overrides = {"weights": ["e4m3", "int4", "bf16"], "calibration.enabled": False}
     artifact = Artifact.open(convert(str(checkpoint), tmp_path / "out", overrides=overrides).path)
     windows = torch.randint(3, 300, (2, 66), generator=torch.Generator().manual_seed(1))
-    line = decode_accuracy.measure(artifact, decode_mode, kv_cache, windows, 1, torch.device("cpu"))
+    line = decode_accuracy.measure(artifact, decode_mode, kv_cache, windows, torch.device("cpu"), 1)
     print(decode_accuracy.summary(line))
     assert line["windows"] == 2 and line["kl"]["mean"] < 0.05
     layers = line["layers"]
