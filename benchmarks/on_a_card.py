@@ -29,7 +29,7 @@ KERNEL_TESTS = {
     "test_cuda_projection": 20, "test_cuda_attention": 25, "test_cuda_sampling": 15, "test_cuda_backend": 100,
 }  # fmt: skip
 OTHER_TESTS = {
-    "test_gemm": 50, "test_prefill": 240, "test_prefill_attention": 60, "test_ops_on_card": 50, "test_w8a16": 30,
+    "test_gemm": 20, "test_prefill": 90, "test_prefill_attention": 20, "test_ops_on_card": 30, "test_w8a16": 15,
     "test_bench_on_card": 50, "test_cuda_read_bandwidth": 10, "test_gptq_on_the_card": 30, "test_card_against_cpu": 100,
 }  # fmt: skip
 #: The most valuable first, for 25 minutes; the other groups are run by name.
@@ -135,6 +135,7 @@ def speed_steps(out: Path) -> list[Step]:
         Step("prefill", "prefill_70b", [*prompts, "--shape", "70b", "--tokens", "512,2048", "--no-bf16"], 80, 180),
         Step("prefill", "prefill_405b", [*prompts, "--shape", "405b", "--tokens", "512,2048", "--no-bf16"], 120, 240),
     ]
+    found.append(Step("kernels", "kernel_times", [python, "benchmarks/kernel_times.py"], 20, 60))
     for name, option in (("decode_projections", "--out"), ("attention_decode", "--output"), ("sampling", "--out")):
         command = [python, f"benchmarks/{name}.py", option, str(out / f"{name}.jsonl")]
         found.append(Step("kernels", name, command, 30, 60))
