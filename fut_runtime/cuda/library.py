@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,14 @@ class Library:
         for name in (*STATUS_FUNCTIONS, *PLAIN_FUNCTIONS):
             self._bind(name)
 
-    def call(self, name: str, *arguments: object, about: str = "") -> None:
+    def call(self, name: str, *arguments: object, about: str | Callable[[], str] = "") -> None:
         """Run a function that returns a status.
 
         Args:
             name: its name in the header.
             *arguments: its arguments; structures and arrays by `ctypes.byref` or as they are.
-            about: what it was called for, such as a tensor's name and shape; goes into the message.
+            about: what it was called for, such as a tensor's name and shape, or a function that says it; goes into the
+                message.
 
         Raises:
             CudaCallError: the status is not OK.
@@ -73,7 +75,8 @@ class Library:
             return
         text = self.fut_last_error()
         kind = {Status.INVALID: "refused its arguments", Status.CUDA: "failed in CUDA"}.get(status, f"status {status}")
-        where = f" ({about})" if about else ""
+        context = about if isinstance(about, str) else about()
+        where = f" ({context})" if context else ""
         reason = text.decode(errors="replace") if text else "no reason given"
         known = status if status in (Status.INVALID, Status.CUDA) else Status.CUDA
         raise CudaCallError(f"{name}{where} {kind}: {reason}", Status(known))

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fut_runtime.cuda.gemm import E4M3, check_matrix, pointer
+from fut_runtime.cuda.gemm import E4M3, check_matrix
 from fut_runtime.cuda.library import library
 from fut_runtime.cuda.structs import W8A16Call, W8A16Tile
 from fut_runtime.errors import FutError
+
+#: Calls without addresses, by all that they depend on; dropped when there are too many.
+_calls: dict[tuple[object, ...], W8A16Call] = {}
+_MOST_CALLS = 4096
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,32 @@ def multiply(
         alpha: F32 [1] or [n]. bias: F32 [n].
         workspace: uint8 of `chosen.workspace_bytes` or more, zero before its first use; None where that is 0.
     """
+    # Looking at every tensor and filling the call take longer than the launch: once for tensors of a kind.
+    signature = (chosen, *map(_kind, (a, b, alpha, bias, out, workspace)))
+    known = _calls.get(signature)
+    if known is None:
+        known = _checked_call(a, b, alpha, bias, out, chosen, workspace)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[signature] = known
+    call = W8A16Call.from_buffer_copy(known)
+    call.a, call.b, call.alpha, call.out = a.data_ptr(), b.data_ptr(), alpha.data_ptr(), out.data_ptr()
+    if bias is not None:
+        call.bias = bias.data_ptr()
+    if workspace is not None:
+        call.workspace = workspace.data_ptr()
+    _run(call, a)
+
+
+def _kind(tensor: Tensor | None) -> tuple[object, ...] | None:
+    """All that a call depends on but the address."""
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
+def _checked_call(
+    a: Tensor, b: Tensor, alpha: Tensor, bias: Tensor | None, out: Tensor, chosen: W8A16Plan, workspace: Tensor | None
+) -> W8A16Call:
+    """The call without addresses."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         raise FutError(f"a is {a.dtype}, expected torch.bfloat16 or torch.float16")
     if out.dtype not in (a.dtype, torch.float32):
@@ -70,13 +100,7 @@ def multiply(
         check_matrix(bias, torch.float32, (n,), "bias", dense=True)
     if workspace is not None:
         check_matrix(workspace, torch.uint8, (workspace.numel(),), "workspace", dense=True)
-    call = W8A16Call(
-        a=a.data_ptr(),
-        b=b.data_ptr(),
-        alpha=alpha.data_ptr(),
-        bias=pointer(bias),
-        out=out.data_ptr(),
-        workspace=pointer(workspace),
+    return W8A16Call(
         workspace_bytes=0 if workspace is None else workspace.numel(),
         a_stride=a.stride(0),
         b_stride=b.stride(0),
@@ -89,10 +113,13 @@ def multiply(
         alpha_is_vector=alpha.numel() > 1,
         tile=W8A16Tile(chosen.channels, chosen.tokens, chosen.splits),
     )
-    _run(call, a)
 
 
 def _run(call: W8A16Call, a: Tensor) -> None:
     stream = int(torch.cuda.current_stream(a.device).cuda_stream)
-    about = f"{a.dtype} [{call.m}, {call.k}] times E4M3 [{call.n}, {call.k}] transposed"
-    library().call("fut_w8a16", ctypes.byref(call), stream, about=about)
+    library().call(
+        "fut_w8a16",
+        ctypes.byref(call),
+        stream,
+        about=lambda: f"{a.dtype} [{call.m}, {call.k}] times E4M3 [{call.n}, {call.k}] transposed",
+    )
