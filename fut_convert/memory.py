@@ -25,7 +25,7 @@ from fut_runtime.evaluate.perplexity import LOGIT_ROWS
 from fut_runtime.evaluate.streamed import windows_at_once as windows_at_once_streamed
 
 #: Interpreter, PyTorch and the other libraries; CUDA's libraries and context come on top.
-_PROCESS_BYTES = 300_000_000
+_PROCESS_BYTES = 310_000_000
 _CUDA_BYTES = 1_500_000_000
 #: A thread's buffers for reading, writing and hashing.
 _WORKER_BYTES = 15_000_000
