@@ -61,6 +61,10 @@ def compressed_format(fields: Fields) -> StoredFormat:
 
 def _block(weights: Fields) -> tuple[int, int] | None:
     strategy = str(weights.data.get("strategy"))
+    if not weights.boolean("symmetric", True):
+        raise UnsupportedModelError(
+            f"{weights.where}: the FP8 weights are asymmetric (symmetric is false), which cannot be converted; {_ORIGINAL}"
+        )
     if strategy not in ("tensor", "channel", "block"):
         raise UnsupportedModelError(
             f"{weights.where}: strategy is {strategy!r}, readable are tensor, channel and block; {_ORIGINAL}"

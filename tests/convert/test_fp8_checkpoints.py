@@ -155,6 +155,7 @@ def test_the_library_dequantizes_to_the_same(strategy: str, tmp_path: Path) -> N
     [
         ({**DEEPSEEK, "fmt": "e5m2"}, "FP8 of the kind 'e5m2', readable is e4m3"),
         ({**DEEPSEEK, "weight_block_size": [128]}, r"weight_block_size is \[128\], expected a list of two"),
+        (compressed("tensor", symmetric=False), "the FP8 weights are asymmetric"),
         (compressed("tensor_group"), "strategy is 'tensor_group', readable are tensor, channel and block"),
         ({**compressed("tensor"), "format": "nvfp4-pack-quantized"}, "float of 8 bits in the format nvfp4"),
     ],
