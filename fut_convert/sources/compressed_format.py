@@ -63,7 +63,8 @@ def _block(weights: Fields) -> tuple[int, int] | None:
     strategy = str(weights.data.get("strategy"))
     if not weights.boolean("symmetric", True):
         raise UnsupportedModelError(
-            f"{weights.where}: the FP8 weights are asymmetric (symmetric is false), which cannot be converted; {_ORIGINAL}"
+            f"{weights.where}: the FP8 weights are asymmetric (symmetric is false), which cannot be converted; "
+            f"{_ORIGINAL}"
         )
     if strategy not in ("tensor", "channel", "block"):
         raise UnsupportedModelError(
