@@ -18,7 +18,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # also those of wheels.
 EDITABLE := FUT_SKIP_CUDA=1 $(PIP_INSTALL) --no-build-isolation -e
 export FUT_CUDA_CACHE ?= $(CURDIR)/build/cuda
-PYTEST_WORKERS ?= 2
+# One more than the cores they are meant for: a third of the tests' time is waiting for other processes.
+PYTEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 
 # ---------------------------------------------------------------- environments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from repository import REPOSITORY
 from synthetic_checkpoint import CheckpointShape, write_checkpoint
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# A shell starts what it puts into the background with Ctrl-C ignored, and so the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared machine's speed says nothing about the code, and a failure in CI must fail again when it is looked at.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
