@@ -99,11 +99,12 @@ demo: $(VENV)/.stamp-run $(MODEL)  ## convert a small real model, measure it, an
 	@printf 'More to try:  %s/fut-run chat %s   ·   %s/fut-artifact verify %s\n' $(BIN) $(DEMO_ARTIFACT) $(BIN) $(DEMO_ARTIFACT)
 
 # ---------------------------------------------------------------- tests and checks
-# One thread a worker: many small tests in parallel are faster than one test on many threads.
+# One thread a worker: many small tests in parallel are faster than one test on many threads. Long tests stand next to each
+# other, so a worker that has nothing left takes some of another's.
 .PHONY: test
 test: $(VENV)/.stamp-test $(MODEL)  ## run the tests (PYTEST_ARGS='-k name' for some)
 	FUT_SMOLLM2_GGUF="$(abspath $(MODEL))" OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	    $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 PYTHON_CODE := fut_convert fut_runtime csrc tests setup.py
 C_SOURCES = $(shell find csrc -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
